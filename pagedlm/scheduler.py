@@ -122,9 +122,9 @@ def check_limits(blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens
     if not 0 <= watermark < 1:
         raise ValueError(f"watermark is {watermark}: it must be at least 0 and below 1")
     slots = blocks.num_blocks * blocks.block_size
-    if max_model_len is not None and not 1 < max_model_len <= slots:
-        raise ValueError(f"max_model_len is {max_model_len}: it must be at least 2, and at "
-                         f"most {slots}, the tokens that the pool holds")
+    if max_model_len is not None and not 2 <= max_model_len <= slots + 1:
+        raise ValueError(f"max_model_len is {max_model_len}: it must be at least 2, and at most "
+                         f"{slots + 1}, for the pool has {slots} slots")
 
 # %% ../nbs/05_scheduling.ipynb #queues
 class Queues:
@@ -241,16 +241,15 @@ class Scheduler(Moves):
         return Plan(list(draft.rows.values()), draft.preempted, released)
 
     def update(self, plan: Plan, sampled: dict[int, int]) -> list[Sequence]:
-        """The plan has run, and `sampled` has a token for each row that samples.
+        """The plan has run, and `sampled` has the tokens of its rows that sample.
 
         Returns the sequences that got one; a row whose sequence left meanwhile counts for
-        nothing. The caller finishes a sequence at `max_tokens` outputs at the latest.
+        nothing. It is the caller who ends a sequence, by `finish` or `abort`: at `max_tokens`
+        outputs at the latest, and at once if its row should have a token and has none.
         """
         live = {seq.seq_id: seq for seq in self.running}
         rows = [row for row in plan.rows if row.seq_id in live]
-        samples = [row.seq_id for row in rows if row.samples]
-        if missing := [seq_id for seq_id in samples if seq_id not in sampled]:
-            raise ValueError(f"no token for sequences {missing}, whose rows sample one")
         for row in rows: live[row.seq_id].num_computed += len(row.tokens)
-        for seq_id in samples: live[seq_id].output.append(sampled[seq_id])
-        return [live[seq_id] for seq_id in samples]
+        grown = [live[row.seq_id] for row in rows if row.samples and row.seq_id in sampled]
+        for seq in grown: seq.output.append(sampled[seq.seq_id])
+        return grown
