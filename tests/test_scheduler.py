@@ -1,0 +1,513 @@
+"""The scheduler against a fake model whose answers betray any wrong token, block or position."""
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings, strategies as st
+
+from pagedlm.scheduler import Scheduler, Sequence, Status
+from pagedlm.sharing import BlockManager
+
+VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
+
+
+def next_token(history):
+    h = 17
+    for token in history: h = (h * 1_000_003 + token + 1) % (2**31 - 1)
+    return h % 50_000
+
+
+def solo(prompt, max_tokens):
+    "What a request answers when it is alone."
+    tokens = list(prompt)
+    for _ in range(max_tokens): tokens.append(next_token(tokens))
+    return tokens[len(prompt):]
+
+
+class FakeRunner:
+    """Its K/V cache holds (token, position) in each slot. A row writes its own tokens, then reads
+    the whole context back through its table; the next token is a hash of what it read."""
+
+    def __init__(self, blocks):
+        self.block_size, self.tables = blocks.block_size, {}
+        self.cache = [(None, None)] * (blocks.num_blocks * blocks.block_size)
+        self.entered = self.left = self.computed = 0
+
+    def slot(self, seq_id, position):
+        block = self.tables[seq_id][position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def execute(self, plan):
+        for seq_id in plan.released: del self.tables[seq_id]    # KeyError: released twice
+        self.left += len(plan.released)
+        for row in plan.rows: self.write(row)
+        read = {row.seq_id: self.read(row) for row in plan.rows}
+        return {row.seq_id: read[row.seq_id] for row in plan.rows if row.samples}
+
+    def write(self, row):
+        assert (row.position == 0) == (row.seq_id not in self.tables), "enters at 0, and only there"
+        self.entered += row.position == 0
+        self.computed += len(row.tokens)
+        self.tables.setdefault(row.seq_id, []).extend(row.blocks)
+        for i, token in enumerate(row.tokens, row.position):
+            self.cache[self.slot(row.seq_id, i)] = token, i
+
+    def read(self, row):
+        end = row.position + len(row.tokens)
+        cells = [self.cache[self.slot(row.seq_id, i)] for i in range(end)]
+        assert [position for _, position in cells] == list(range(end)), "a stale or foreign slot"
+        return next_token([token for token, _ in cells])
+
+
+def prompt_of(i, n): return [(i * 7919 + j * 31) % 50_000 for j in range(n)]
+
+
+def make(num_blocks=6, block_size=4, cls=Scheduler, watermark=0, **kwargs):
+    return cls(BlockManager(num_blocks, block_size), watermark=watermark, **kwargs)
+
+
+def add(scheduler, *lengths, max_tokens=4):
+    "Requests A, B, C… with these prompt lengths."
+    start = scheduler.num_arrived
+    seqs = [Sequence(i, "ABCDEFGHIJ"[i], prompt_of(i, n), max_tokens)
+            for i, n in enumerate(lengths, start)]
+    for seq in seqs: scheduler.add(seq)
+    return seqs
+
+
+def check(scheduler, plan):
+    "What holds after every `schedule`."
+    blocks, budget = scheduler.blocks, scheduler.max_num_batched_tokens
+    blocks.check()
+    ids = [row.seq_id for row in plan.rows]
+    running = {seq.seq_id: seq for seq in scheduler.running}
+    assert len(set(ids)) == len(ids) and plan.num_tokens <= budget
+    assert all(row.tokens for row in plan.rows)
+    assert len(running) <= scheduler.max_num_seqs
+    assert not set(plan.preempted) & set(ids), "a victim has no row"
+    assert set(plan.preempted) <= set(plan.released)
+    assert len(set(plan.released)) == len(plan.released)
+    assert set(blocks.tables) == set(running)
+    queues = [scheduler.running, scheduler.preempted, scheduler.waiting]
+    for queue, status in zip(queues, [Status.RUNNING, Status.PREEMPTED, Status.WAITING]):
+        assert all(seq.status is status for seq in queue)
+        assert sorted(queue, key=lambda seq: seq.arrival) == list(queue)
+    assert sum(map(len, queues)) == len(scheduler.sequences) == len(scheduler.requests)
+    for row in plan.rows:
+        seq = running[row.seq_id]
+        assert row.position == seq.num_computed
+        assert row.samples == (row.position + len(row.tokens) == seq.num_tokens)
+        assert blocks.table(row.seq_id).num_tokens == row.position + len(row.tokens)
+
+
+def step(scheduler, runner, between=()):
+    "One step; the ids in `between` are aborted while the plan runs. Returns the plan."
+    plan = scheduler.schedule()
+    check(scheduler, plan)
+    sampled = runner.execute(plan)
+    for request_id in between: scheduler.abort(request_id)
+    scheduler.blocks.check()
+    for seq in scheduler.update(plan, sampled):
+        assert seq.status is Status.RUNNING and seq.remaining == 1
+        if len(seq.output) == seq.max_tokens: scheduler.finish(seq.seq_id)
+    for seq in scheduler.running: assert runner.tables[seq.seq_id] == scheduler.blocks.table(seq.seq_id).blocks
+    scheduler.blocks.check()
+    return plan
+
+
+def run(scheduler, runner=None, steps=1000):
+    "All to their ends; returns the plans."
+    runner, plans = runner or FakeRunner(scheduler.blocks), []
+    while scheduler.has_unfinished:
+        plans.append(step(scheduler, runner))
+        assert len(plans) <= steps
+    idle(scheduler, runner)
+    return plans
+
+
+def idle(scheduler, runner):
+    "Nothing is held when nothing is left to do."
+    runner.execute(scheduler.schedule())
+    assert scheduler.blocks.num_used == 0 and not scheduler.blocks.tables and not runner.tables
+    assert runner.entered == runner.left
+    assert not (scheduler.running or scheduler.waiting or scheduler.preempted or scheduler.requests)
+
+
+def rows(plan): return [(row.seq_id, len(row.tokens)) for row in plan.rows]
+def ids(queue): return "".join(seq.request_id for seq in queue)
+
+
+# ---- the fake model sees what it should -----------------------------------------------------
+
+def test_fake_model_sees_a_wrong_block():
+    scheduler = make()
+    a, = add(scheduler, 6)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    runner.cache[0] = (runner.cache[0][0] + 1, 0)
+    step(scheduler, runner)
+    assert a.output[0] == solo(a.prompt, 1)[0] and a.output != solo(a.prompt, 2)
+    runner.tables[0][:] = reversed(runner.tables[0])
+    with pytest.raises(AssertionError, match="stale or foreign"): step(scheduler, runner)
+
+
+# ---- hypothesis: anything may arrive ----------------------------------------------------------
+
+@st.composite
+def workloads(draw):
+    block_size, num_blocks = draw(st.integers(1, 5)), draw(st.integers(2, 12))
+    slots, requests = block_size * num_blocks, []
+    for _ in range(draw(st.integers(2, 9))):
+        n = draw(st.integers(1, draw(st.sampled_from([slots, block_size, 2 * block_size]))))
+        most = slots + 1 - n
+        max_tokens = draw(st.one_of(st.just(min(most, 25)), st.integers(1, min(most, 12))))
+        abort = draw(st.one_of(st.none(), st.none(), st.tuples(st.integers(0, 8), st.booleans())))
+        requests.append((draw(st.sampled_from([0, 0, 0, 1, 3])), n, max_tokens, abort))
+    limits = dict(max_num_seqs=draw(st.sampled_from([2, 3, 9, 1])), watermark=draw(st.sampled_from([0, .01, .3])),
+                  max_num_batched_tokens=draw(st.sampled_from(
+                      [16, 512, 1, 2, max(1, block_size - 1), block_size, block_size + 1])))
+    return block_size, num_blocks, requests, limits
+
+
+def serve(scheduler, requests, bound, after_step=lambda: None):
+    """Requests (steps after the one before, prompt length, max_tokens, abort or None), served to
+    the end. An abort is (steps after arrival, whether it comes while a plan runs)."""
+    runner, seqs, doomed, now, arrive = FakeRunner(scheduler.blocks), [], {}, 0, 0
+    arrivals = {}
+    for i, (gap, n, max_tokens, abort) in enumerate(requests):
+        arrive += gap
+        arrivals.setdefault(arrive, []).append(Sequence(i, f"r{i}", prompt_of(i, n), max_tokens))
+        if abort: doomed.setdefault((arrive + abort[0], abort[1]), []).append(f"r{i}")
+    while arrivals or scheduler.has_unfinished:
+        for seq in arrivals.pop(now, []): scheduler.add(seq); seqs.append(seq)
+        for request_id in doomed.get((now, False), []): scheduler.abort(request_id)
+        if scheduler.has_unfinished: step(scheduler, runner, doomed.get((now, True), []))
+        after_step()
+        now += 1
+        assert now <= arrive + bound, "too many steps"
+    idle(scheduler, runner)
+    for seq in seqs:
+        want = solo(seq.prompt, seq.max_tokens)
+        assert seq.status is Status.FINISHED and seq.output == want[:len(seq.output)]
+        if not requests[seq.seq_id][3]: assert seq.output == want, f"{seq.request_id} differs from solo"
+    event(f"steps: {'over 50' if now > 50 else 'up to 50'}")
+    event(f"preempted: {scheduler.num_preemptions > 0}")
+    return runner
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads())
+def test_anything_equals_solo(workload):
+    block_size, num_blocks, requests, limits = workload
+    scheduler = Scheduler(BlockManager(num_blocks, block_size), **limits)
+
+    def in_line():
+        line = [*scheduler.running, *scheduler.preempted, *scheduler.waiting]
+        assert line == sorted(line, key=lambda seq: seq.arrival), "nobody passes anybody"
+        assert all(seq.remaining == 1 for seq in scheduler.running[:-1]), "one chunk at most, the last"
+    # While a request is the oldest it computes a token in every step, and is never preempted.
+    serve(scheduler, requests, sum(n + m for _, n, m, _ in requests), in_line)
+
+
+class AnyVictim(Scheduler):
+    "Another policy: any but the oldest gives way, in an order that looks random."
+    turn = 0
+
+    def victim(self):
+        self.turn += 1
+        others = self.running[1:] or self.running
+        return others[self.turn * 7919 % 13 % len(others)]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workloads())
+def test_any_victim_equals_solo(workload):
+    block_size, num_blocks, requests, limits = workload
+    scheduler = AnyVictim(BlockManager(num_blocks, block_size), **limits)
+    serve(scheduler, requests, 20 * sum(n + m for _, n, m, _ in requests))
+
+
+# ---- who gives way, and in which order they return ----------------------------------------------
+
+def test_preempt_vector():
+    v = VECTORS["preempt_fcfs"]
+    assert "6 GPU blocks" in v["desc"] and "R3, frees 1 block" in v["expected"]
+    scheduler = make(6, 4)
+    r1, r2, r3 = add(scheduler, 8, 8, 4)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    assert scheduler.blocks.num_used == 5
+    lost, = scheduler.blocks.table(2).blocks
+    add(scheduler, 1)    # there would be budget and a place for it
+    plan = step(scheduler, runner)
+    assert [(row.seq_id, row.blocks) for row in plan.rows] == [(0, [5]), (1, [lost])]
+    assert plan.preempted == plan.released == [2] and scheduler.num_preemptions == 1
+    assert scheduler.running == [r1, r2] and list(scheduler.preempted) == [r3]
+    assert r3.num_computed == 0 and r3.num_preemptions == 1 and len(r3.output) == 1
+    run(scheduler, runner)
+    assert [seq.output for seq in (r1, r2, r3)] == [solo(seq.prompt, 4) for seq in (r1, r2, r3)]
+
+
+def test_order_after_preemption():
+    scheduler = make(5, 4)
+    seqs = add(scheduler, 8, 4, 4, max_tokens=9)
+    runner, entries = FakeRunner(scheduler.blocks), []
+    step(scheduler, runner)
+    assert step(scheduler, runner).preempted == [2]
+    while not (plan := step(scheduler, runner)).preempted: assert rows(plan) == [(0, 1), (1, 1)]
+    assert plan.preempted == [1] and ids(scheduler.preempted) == "BC"
+    seqs += add(scheduler, 1, max_tokens=2)
+    assert [seq.num_preemptions for seq in seqs] == [0, 1, 1, 0]
+    while scheduler.has_unfinished:
+        plan = step(scheduler, runner)
+        entries += [row.seq_id for row in plan.rows if row.position == 0]
+        if 0 in scheduler.sequences: assert rows(plan) == [(0, 1)], "the survivor decodes in every step"
+    assert list(dict.fromkeys(entries)) == [1, 2, 3]
+    assert [seq.output for seq in seqs] == [solo(seq.prompt, seq.max_tokens) for seq in seqs]
+
+
+def test_preempts_itself():
+    scheduler = make(3, 4)
+    a, b = add(scheduler, 6, 4)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    plan = step(scheduler, runner)
+    assert rows(plan) == [(0, 1)] and plan.preempted == plan.released == [1]
+    assert b.status is Status.PREEMPTED and ids(scheduler.preempted) == "B"
+    assert scheduler.blocks.num_free == 1 and not scheduler.waiting
+    run(scheduler, runner)
+    assert b.output == solo(b.prompt, 4)
+
+
+def test_resumed_row_carries_everything():
+    scheduler = make(6, 4)
+    *_, c = add(scheduler, 8, 8, 4)
+    plans = run(scheduler)
+    first, again = [row for plan in plans for row in plan.rows if row.seq_id == 2 and row.position == 0]
+    assert first.tokens == c.prompt and len(first.blocks) == 1
+    assert again.tokens == c.prompt + c.output[:1] and len(again.blocks) == 2 and again.samples
+    assert sum(plan.released.count(2) for plan in plans) == 1    # the second time is in the next plan
+
+
+def test_victim_with_a_row_loses_it():
+    class OldestGoes(Scheduler):
+        def victim(self): return self.running[0]
+    scheduler = make(4, 4, OldestGoes)
+    a, b, c = add(scheduler, 4, 4, 2)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    scheduler.max_num_batched_tokens = 2    # A and B take all of it, until A has to go
+    plan = step(scheduler, runner)
+    assert rows(plan) == [(1, 1), (2, 1)] and plan.preempted == [0]
+    assert scheduler.blocks.num_used == 3 and 0 not in scheduler.blocks.tables
+
+
+@pytest.mark.parametrize("n, added, preempted", [(3, [], []), (4, [1], [1])])
+def test_block_boundary(n, added, preempted):
+    "3 -> 4 tokens needs no block and preempts nobody; 4 -> 5 needs exactly one."
+    scheduler = make(2, 4)
+    add(scheduler, n, 2)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    assert scheduler.blocks.num_free == 0
+    plan = step(scheduler, runner)
+    assert plan.rows[0].blocks == added and plan.preempted == preempted
+
+
+def test_no_new_request_while_one_is_preempted():
+    scheduler = make(3, 4)
+    add(scheduler, 6, 4, max_tokens=6)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    step(scheduler, runner)
+    add(scheduler, 1, max_tokens=1)         # one block is free, but B needs two
+    assert scheduler.blocks.num_free == 1
+    assert rows(step(scheduler, runner)) == [(0, 1)] and ids(scheduler.waiting) == "C"
+    run(scheduler, runner)
+
+
+# ---- admission ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n, max_tokens", [(64, 2), (65, 1), (80, 5), (1, 65), (1000, 1)])
+def test_never_fits(n, max_tokens):
+    scheduler = make(16, 4)
+    need = -(-(n + max_tokens - 1) // 4)
+    with pytest.raises(ValueError, match=rf"'A'.* {need} blocks of 4.* has 16$"):
+        add(scheduler, n, max_tokens=max_tokens)
+    small, = add(scheduler, 5)
+    run(scheduler)
+    assert small.output == solo(small.prompt, 4)
+
+
+@pytest.mark.parametrize("n, max_tokens", [(64, 1), (60, 5), (1, 64), (61, 4)])
+@pytest.mark.parametrize("watermark", [0, 0.01, 0.5])
+def test_exactly_the_pool(n, max_tokens, watermark):
+    scheduler = make(16, 4, watermark=watermark)
+    seqs = add(scheduler, n, n, max_tokens=max_tokens)
+    run(scheduler)
+    for seq in seqs: assert seq.output == solo(seq.prompt, max_tokens)
+
+
+def test_watermark_counts_only_beside_others():
+    scheduler = make(10, 4, watermark=0.2)
+    add(scheduler, 28, 4, max_tokens=2)     # 7 and 1 blocks: two stay free
+    plan = scheduler.schedule()
+    assert rows(plan) == [(0, 28), (1, 4)]
+    scheduler = make(10, 4, watermark=0.2)
+    add(scheduler, 28, 5, max_tokens=2)     # 7 and 2 blocks: only one would
+    assert rows(scheduler.schedule()) == [(0, 28)]
+
+
+def test_admission_is_in_order():
+    scheduler = make(4, 4)
+    add(scheduler, 8, 12, 1)                # C would fit beside A, but B is before it
+    assert rows(scheduler.schedule()) == [(0, 8)] and ids(scheduler.waiting) == "BC"
+
+
+def test_max_num_seqs():
+    scheduler = make(10, 4, max_num_seqs=2)
+    seqs = add(scheduler, 1, 1, 1)
+    assert max(len(plan.rows) for plan in run(scheduler)) == 2
+    assert all(seq.output == solo(seq.prompt, 4) for seq in seqs)
+
+
+@pytest.mark.parametrize("n, max_tokens, total", [(10, 7, 17), (16, 1, 17), (20, 4, 24)])
+def test_max_model_len(n, max_tokens, total):
+    scheduler = make(10, 4, max_model_len=16)
+    with pytest.raises(ValueError, match=rf"{n} \+ {max_tokens} = {total} tokens.*max_model_len is 16"):
+        add(scheduler, n, max_tokens=max_tokens)
+    add(scheduler, 10, max_tokens=6)
+    run(scheduler)
+
+
+@pytest.mark.parametrize("limits", [
+    dict(max_num_seqs=0), dict(max_num_batched_tokens=0), dict(watermark=-.1), dict(watermark=1),
+    dict(max_model_len=1), dict(max_model_len=26)])
+def test_limits_are_checked(limits):
+    (name, value), = limits.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}"): make(6, 4, **limits)
+    make(6, 4, max_model_len=25)            # the last token needs no slot
+
+
+def test_bad_requests():
+    scheduler = make()
+    with pytest.raises(ValueError, match="'A' has an empty prompt"): add(scheduler, 0)
+    with pytest.raises(ValueError, match="max_tokens=0"): add(scheduler, 3, max_tokens=0)
+    add(scheduler, 3)
+    for seq_id, request_id in [(0, "new"), (9, "A")]:
+        with pytest.raises(ValueError, match=f"'{request_id}', sequence {seq_id}"):
+            scheduler.add(Sequence(seq_id, request_id, [1], 1))
+    with pytest.raises(ValueError, match="sequence 9 is not live"): scheduler.finish(9)
+    run(scheduler)
+
+
+# ---- budgets and chunks -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 5, 8, 512])
+@pytest.mark.parametrize("lengths", [(3, 40), (40, 3), (1, 1, 1, 1, 17)])
+def test_budgets(budget, lengths):
+    scheduler = make(20, 4, max_num_batched_tokens=budget, max_num_seqs=4)
+    seqs = add(scheduler, *lengths, max_tokens=6)
+    plans = run(scheduler)
+    assert max(plan.num_tokens for plan in plans) == min(budget, max(plan.num_tokens for plan in plans))
+    for seq in seqs: assert seq.output == solo(seq.prompt, 6)
+    for seq in seqs:    # chunks follow each other, and only the one that ends the prompt samples
+        mine = [row for plan in plans for row in plan.rows if row.seq_id == seq.seq_id]
+        assert sum(len(row.tokens) for row in mine) == len(seq.prompt) + 5
+        assert [row.samples for row in mine].count(True) == 6
+        assert all(row.samples == (row.position + len(row.tokens) >= len(seq.prompt)) for row in mine)
+
+
+def test_decodes_go_first_and_the_chunk_gets_the_rest():
+    scheduler = make(20, 4, max_num_batched_tokens=8)
+    add(scheduler, 3, 40, max_tokens=10)
+    plans = run(scheduler)
+    assert [rows(plan) for plan in plans[:3]] == [[(0, 3), (1, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)]]
+    first = [row.blocks for row in plans[0].rows]
+    assert [len(blocks) for blocks in first] == [1, 10], "blocks for the whole prompt at once"
+    assert [row.blocks for row in plans[1].rows] == [[], []]
+
+
+def test_row_costs_what_is_new():
+    scheduler = make(200, 4)
+    add(scheduler, 500, max_tokens=40)
+    for plan in run(scheduler)[1:]:
+        row, = plan.rows
+        assert len(row.tokens) == 1 and len(row.blocks) == (row.position % 4 == 0)
+
+
+@pytest.mark.parametrize("p, start, n", [(5, 0, 3), (5, 3, 2), (5, 3, 4), (5, 5, 2), (5, 7, 1), (5, 0, 8)])
+def test_tokens_from(p, start, n):
+    seq = Sequence(0, "A", list(range(p)), 9, output=list(range(p, 8)))
+    assert seq.tokens_from(start, n) == list(range(start, start + n))
+
+
+# ---- aborts -------------------------------------------------------------------------------------
+
+def test_abort_in_every_state():
+    scheduler = make(6, 4, max_num_seqs=3)
+    a, b, c, d = add(scheduler, 8, 8, 4, 2, max_tokens=8)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    step(scheduler, runner)
+    assert [ids(q) for q in (scheduler.running, scheduler.preempted, scheduler.waiting)] == ["AB", "C", "D"]
+    assert not scheduler.abort("nobody")
+    for seq in (d, c, b):                   # waiting, preempted, running
+        assert scheduler.abort(seq.request_id) and not scheduler.abort(seq.request_id)
+        assert seq.status is Status.FINISHED
+        scheduler.blocks.check()
+    assert scheduler.blocks.num_used == 3 and ids(scheduler.running) == "A"
+    assert step(scheduler, runner).released == [1], "C was released before, D never entered"
+    run(scheduler, runner)
+    assert a.output == solo(a.prompt, 8) and not scheduler.abort("A")
+
+
+def test_abort_while_the_plan_runs():
+    scheduler = make(6, 4)
+    a, b = add(scheduler, 8, 8)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    plan = step(scheduler, runner, between=["A"])
+    assert rows(plan) == [(0, 1), (1, 1)]
+    assert len(a.output) == 1 and len(b.output) == 2 and scheduler.blocks.num_used == 3
+    plan = step(scheduler, runner)
+    assert plan.released == [0] and rows(plan) == [(1, 1)]
+    run(scheduler, runner)
+    assert b.output == solo(b.prompt, 4)
+
+
+def test_ids_come_again():
+    "An abort and a new request with the same ids: the old plan does not touch the new one."
+    scheduler = make(6, 4)
+    add(scheduler, 6)
+    runner = FakeRunner(scheduler.blocks)
+    step(scheduler, runner)
+    plan = scheduler.schedule()
+    sampled = runner.execute(plan)
+    assert scheduler.abort("A")
+    new = Sequence(0, "A", prompt_of(5, 9), 4)
+    scheduler.add(new)
+    assert scheduler.update(plan, sampled) == [] and new.output == [] and new.num_computed == 0
+    plan = step(scheduler, runner)
+    assert plan.released == [0] and rows(plan) == [(0, 9)]
+    run(scheduler, runner)
+    assert new.output == solo(new.prompt, 4)
+
+
+def test_a_row_that_failed_to_sample():
+    "Its sequence gets no token, and the caller ends it; the others go on."
+    scheduler = make(6, 4)
+    a, b = add(scheduler, 5, 5)
+    runner = FakeRunner(scheduler.blocks)
+    plan = scheduler.schedule()
+    sampled = runner.execute(plan)
+    del sampled[0]
+    assert scheduler.update(plan, sampled) == [b] and a.output == []
+    scheduler.finish(0)
+    run(scheduler, runner)
+    assert b.output == solo(b.prompt, 4)
+
+
+def test_an_idle_scheduler_plans_nothing():
+    plan = make().schedule()
+    assert (plan.rows, plan.preempted, plan.released, plan.copies, plan.num_tokens) == ([], [], [], [], 0)
