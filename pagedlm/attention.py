@@ -272,6 +272,8 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
     if k_cache.shape != v_cache.shape or k_cache.dim() != 4:
         raise ValueError("caches must both be [num_blocks, block_size, num_kv_heads, head_dim]; "
                          f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
+    if q.dim() != 3:
+        raise ValueError(f"q must be [num_tokens, num_heads, head_dim], got {tuple(q.shape)}")
     _check_heads(q.shape[1], k_cache.shape[2])
     if q.shape[2] != k_cache.shape[3]:
         raise ValueError(f"head_dim of q ({q.shape[2]}) and cache ({k_cache.shape[3]}) differ")
