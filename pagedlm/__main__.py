@@ -1,0 +1,1 @@
+from pagedlm.cli import main; raise SystemExit(main())
