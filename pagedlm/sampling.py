@@ -145,7 +145,6 @@ def _keep_top(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor,
     ranked.masked_fill_(torch.arange(m, device=ids.device) >= top_k[:, None], 0)
     mass = torch.where(top_k < V, ranked.sum(-1), weights.sum(-1, dtype=torch.float64))
     size = torch.where(top_p < 1, _nucleus_size(ranked, mass, top_p), top_k)
-    size = size.minimum(top_k)
     wide = (size >= m) & (top_k == V) & (m < V)       # the nucleus may go on beyond rank m
     cut = values.gather(-1, size.clamp(max=m)[:, None] - 1)[:, 0]
     out = _keep(logits, weights, cut.masked_fill(wide, -torch.inf),

@@ -1,0 +1,408 @@
+"Sampling: exact kept sets, distributions, independence from neighbours, extreme logits, validation."
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pagedlm import sampling
+from pagedlm.sampling import SamplingParams, make_stream, sample
+
+P, inf, nan = SamplingParams, math.inf, math.nan
+
+
+def weights(logits, params):
+    "What the rows are drawn from: [R, V], up to a factor for each row."
+    logits = torch.as_tensor(logits).float()
+    t = torch.tensor([p.temperature for p in params])
+    return sampling._filter(logits, sampling._weights(logits, logits.amax(-1), t), params)
+
+def kept(probs, **kw):
+    "The ids that can be drawn from these probabilities."
+    return weights([[math.log(p) if p else -inf for p in probs]], [P(**kw)])[0].nonzero()[:, 0].tolist()
+
+def oracle(logits, p):
+    "The kept ids of one row and their probabilities, in plain Python and float64."
+    z = [float(x) / max(p.temperature, 0.01) for x in logits]
+    w = [math.exp(x - max(z)) for x in z]
+    order = sorted(range(len(z)), key=lambda i: (-float(logits[i]), i))
+    if p.top_k > 0: order = order[:p.top_k]
+    mass, total, keep = 0.0, sum(w[i] for i in order), []
+    for i in order:
+        if p.top_p < 1 and keep and mass >= (p.top_p - sampling.SLACK) * total: break
+        keep.append(i); mass += w[i]
+    keep = [i for i in keep if w[i] >= p.min_p * max(w)]
+    total = sum(w[i] for i in keep)
+    return {i: w[i] / total for i in keep}
+
+def streams(params, engine_seed=0): return [make_stream(p, engine_seed, i) for i, p in enumerate(params)]
+
+def randn(*shape, seed=0, scale=3.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+def run(rows, steps=6):
+    """Decode `rows` = [(number, params)] together for some steps: {number: ids}. The logits of a
+    request depend on its number and its own tokens only, as a perfect model's would."""
+    gens = {n: make_stream(p, 7, n) for n, p in rows}
+    out = {n: [] for n, _ in rows}
+    for step in range(steps):
+        x = torch.cat([randn(1, 101, seed=1000 * n + step) for n, _ in rows])
+        got = sample(x, [p for _, p in rows], [gens[n] for n, _ in rows])
+        for (n, _), t in zip(rows, got.token_ids): out[n].append(t)
+    return out
+
+
+# What stays
+
+@pytest.mark.parametrize('probs, kw, want', [
+    ([.5, .35, .10, .05], dict(top_p=.9), [0, 1, 2]),        # .85 does not reach .9
+    ([.1, .2, .3, .4], dict(top_p=.6), [2, 3]),
+    ([.1, .2, .3, .4], dict(top_p=.7), [2, 3]),              # reached exactly
+    ([.5, .3, .2], dict(top_p=.8), [0, 1]),
+    ([.5, .3, .2], dict(top_p=.81), [0, 1, 2]),
+    ([.5, .3, .2], dict(top_p=.5), [0]),
+    ([.1, .2, .3, .4], dict(top_p=1e-8), [3]),
+    ([.1, .2, .3, .4], dict(top_p=1.0), [0, 1, 2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=1), [3]),
+    ([.1, .2, .3, .4], dict(top_k=1, top_p=.8), [3]),
+    ([.1, .2, .3, .4], dict(top_k=2, top_p=.5), [3]),        # .4 / .7 reaches .5
+    ([.1, .2, .3, .4], dict(top_k=2, top_p=.6), [2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=4), [0, 1, 2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=5), [0, 1, 2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=10**30), [0, 1, 2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=0), [0, 1, 2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=-1), [0, 1, 2, 3]),
+    ([.1, .2, .3, .4], dict(min_p=.5), [1, 2, 3]),           # exactly half of the best stays
+    ([.1, .2, .3, .4], dict(min_p=.51), [2, 3]),
+    ([.1, .2, .3, .4], dict(min_p=1.0), [3]),
+    ([.1, .2, .3, .4], dict(top_k=3, top_p=.9, min_p=.6), [2, 3]),
+    ([.25] * 4, dict(top_p=.5), [0, 1]),                     # ties: lowest ids
+    ([.25] * 4, dict(top_p=.51), [0, 1, 2]),
+    ([.25] * 4, dict(top_p=1e-9), [0]),
+    ([.25] * 4, dict(top_k=3), [0, 1, 2]),
+    ([.1, .3, .3, .3], dict(top_k=2), [1, 2]),
+    ([.3, .1, .3, .3], dict(top_k=2, top_p=.4), [0]),
+    ([.25] * 4, dict(min_p=1.0), [0, 1, 2, 3]),
+    ([.5, 0, .5, 0], dict(), [0, 2]),
+    ([.5, 0, .5, 0], dict(top_k=3), [0, 2]),                 # a masked token never comes back
+    ([.5, 0, .5, 0], dict(top_p=.9999), [0, 2]),
+    ([0, 1, 0], dict(top_p=.5, top_k=2, min_p=.1), [1]),
+    ([1.0], dict(top_p=.5, top_k=1, min_p=.1), [0]),
+])
+def test_kept(probs, kw, want): assert kept(probs, **kw) == want
+
+def test_a_boundary_reached_exactly_is_reached():
+    "Odds of n : n-1 : ... : 1; the first k make up p, whichever way float32 rounds them."
+    for n in range(2, 40):
+        odds = list(range(n, 0, -1))
+        params = [P(top_p=sum(odds[:k]) / sum(odds)) for k in range(1, n + 1)]
+        got = weights(torch.tensor(odds).float().log().expand(n, n), params)
+        assert (got > 0).sum(-1).tolist() == list(range(1, n + 1))
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+def test_tiny_top_p_keeps_the_argmax(dtype):
+    x = randn(5, 300).to(dtype)
+    params = [P(top_p=1e-8, seed=i) for i in range(5)]
+    assert sample(x, params, streams(params)).token_ids == x.float().argmax(-1).tolist()
+
+def mixed_params(n):
+    return [P(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in zip(
+        *(torch.tensor(a)[torch.randint(len(a), (n,), generator=torch.Generator().manual_seed(s))].tolist()
+          for s, a in enumerate([[.005, .3, 1., 2.], [-1, 0, 1, 2, 7, 40, 97, 500],
+                                 [1e-9, .1, .5, .9, .99, 1.], [0., 0., .01, .3, 1.]])))]
+
+@pytest.mark.parametrize('scale', [.3, 3., 30.])
+@pytest.mark.parametrize('levels', [None, 1, 5])     # levels: round the logits, so that many tie
+def test_kept_and_weights_equal_an_oracle(scale, levels):
+    x, params = randn(300, 97, scale=scale), mixed_params(300)
+    if levels: x = (x / scale * levels).round() / levels * scale
+    w = weights(x, params)
+    w /= w.sum(-1, keepdim=True)
+    for row, got, p in zip(x.tolist(), w.tolist(), params):
+        want = oracle(row, p)
+        positive = {i for i, g in enumerate(got) if g > 0}
+        assert positive <= set(want)
+        assert positive >= {i for i, q in want.items() if q > 1e-37}      # float32 can hold it
+        assert all(abs(got[i] - q) < 1e-5 for i, q in want.items())
+
+@pytest.mark.parametrize('first', [1, 2, 13, 96, 97, 1000])
+def test_the_first_ranking_does_not_matter(first):
+    x = torch.cat([randn(40, 97, scale=s) for s in (.1, 1., 10.)])
+    x = torch.cat([x, x.round()])
+    w = torch.softmax(x, -1)
+    k = torch.full((len(x),), 97)
+    p = torch.tensor([.1, .5, .9, .999999] * 60, dtype=torch.float64)
+    want = sampling._keep_top(x, w.clone(), k, p, 97)
+    assert torch.equal(sampling._keep_top(x, w.clone(), k, p, first), want)
+
+def test_a_wide_nucleus_in_a_real_vocabulary():
+    x = torch.stack([torch.zeros(49152), randn(49152)])
+    w = weights(x, [P(top_p=.9), P(top_p=.9)])
+    assert (w[0] > 0).sum() == math.ceil((.9 - 1e-6) * 49152) and w[0, 0] > 0 and w[0, -1] == 0
+    wide = w[1] > 0
+    probs = torch.softmax(x[1].double(), -1)
+    assert sampling.FIRST_RANKED < wide.sum() and probs[wide].sum() >= .9 - 2e-6
+    assert probs[wide].sum() - probs[wide].min() < .9
+
+
+# Greedy
+
+def test_greedy_is_the_first_argmax_whatever_else_is_set():
+    x = torch.tensor([[1., 5., 5., 2.], [0., 0., 0., 0.], [-3., -inf, -2., -9.]])
+    for kw in ({}, dict(top_k=2), dict(top_p=.01), dict(min_p=1.0), dict(seed=3)):
+        assert sample(x, [P(temperature=0, **kw)] * 3, [None] * 3).token_ids == [1, 0, 2]
+
+def test_greedy_rows_ignore_the_others():
+    x = randn(6, 200)
+    params = [P(temperature=0), P(), P(temperature=0, top_k=3), P(top_p=.5), P(top_k=1), P(temperature=0)]
+    got = sample(x, params, streams(params)).token_ids
+    best = x.argmax(-1).tolist()
+    assert [got[i] for i in (0, 2, 4, 5)] == [best[i] for i in (0, 2, 4, 5)]
+
+def test_top_k_1_is_greedy_even_where_float32_weights_tie():
+    x = torch.tensor([[0., 1e-9, 5e-10], [1., 1., 0.]])       # exp(-1e-9) is 1 in float32
+    params = [P(top_k=1, seed=s) for s in range(2)]
+    assert sample(x, params, streams(params)).token_ids == [1, 0]
+
+
+# Extremes
+
+@pytest.mark.parametrize('temperature', [0, 1e-300, 1e-10, 1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('top', [1e4, -1e4, 0.])
+def test_tiny_temperatures_are_argmax(temperature, dtype, top):
+    x = torch.full((3, 1000), top).to(dtype)
+    for i, t in enumerate((0, 500, 999)): x[i, t] = top + 128      # a gap in bfloat16 too
+    x[:, 7] = -1e4
+    params = [P(temperature=temperature, top_p=p, seed=1) for p in (1., .9, 1e-8)]
+    got = sample(x, params, streams(params))
+    assert got.token_ids == [0, 500, 999] and not got.errors
+
+def test_a_gap_of_one_is_enough_for_tiny_temperatures():
+    x = torch.zeros(200, 49152)
+    x[torch.arange(200), torch.arange(200) * 7] = 1.
+    params = [P(temperature=1e-6, seed=i) for i in range(200)]
+    assert sample(x, params, streams(params)).token_ids == [7 * i for i in range(200)]
+
+def test_tiny_temperatures_act_as_a_hundredth():
+    x = torch.tensor([[0., .01, .02, -1.]])
+    assert torch.equal(weights(x, [P(temperature=1e-9)]), weights(x, [P(temperature=.01)]))
+    w = weights(x, [P(temperature=.01)])[0]
+    torch.testing.assert_close(w[:3], torch.softmax(torch.tensor([0., 1., 2.]), 0))
+
+@pytest.mark.parametrize('big', [6.0e4, 1e4, 3.3e38])
+def test_large_finite_logits(big):
+    x = torch.tensor([[big, -big, big, 0.]] * 64)
+    params = [P(temperature=2., top_p=.99, seed=i) for i in range(64)]
+    got = sample(x, params, streams(params))
+    assert not got.errors and set(got.token_ids) == {0, 2}
+
+def test_half_precision_logits():
+    x = torch.tensor([[65504., -65504., 65504., 0.]] * 64, dtype=torch.float16)
+    params = [P(seed=i) for i in range(64)]
+    assert set(sample(x, params, streams(params)).token_ids) == {0, 2}
+    y = randn(500, 400, scale=.1)
+    params = [P(seed=i, top_p=.95) for i in range(500)]
+    assert (sample(y.half(), params, streams(params)).token_ids
+            == sample(y.half().float(), params, streams(params)).token_ids)
+
+@pytest.mark.parametrize('bad', ['one nan', 'all nan', 'all -inf', 'one +inf', 'nan and +inf'])
+@pytest.mark.parametrize('kw', [dict(temperature=0), dict(), dict(top_k=5), dict(top_p=.9), dict(min_p=.1)])
+def test_a_bad_row_fails_alone(bad, kw):
+    x = randn(4, 50)
+    params = [P(seed=3), P(seed=4, **kw), P(temperature=0), P(seed=5, top_p=.8)]
+    want = sample(x, params, streams(params)).token_ids
+    match bad:
+        case 'one nan': x[1, 20] = nan
+        case 'all nan': x[1] = nan
+        case 'all -inf': x[1] = -inf
+        case 'one +inf': x[1, 20] = inf
+        case _: x[1, 20], x[1, 21] = nan, inf
+    got = sample(x, params, streams(params))
+    assert got.token_ids == [want[0], None, *want[2:]]
+    assert list(got.errors) == [1] and ('nan' in got.errors[1] or 'inf' in got.errors[1])
+
+def test_all_rows_bad_and_no_rows():
+    got = sample(torch.full((2, 5), nan), [P(seed=0), P(temperature=0)], streams([P(seed=0), P(temperature=0)]))
+    assert got.token_ids == [None, None] and list(got.errors) == [0, 1]
+    assert sample(torch.zeros(0, 5), [], []).token_ids == []
+
+def test_masked_tokens_are_never_drawn():
+    x = torch.full((500, 64), -inf)
+    x[:, 5], x[:, 60] = 0., 0.
+    params = [P(temperature=2., seed=i) for i in range(500)]
+    assert set(sample(x, params, streams(params)).token_ids) == {5, 60}
+
+def test_logits_are_not_modified():
+    x = randn(5, 300)
+    before = x.clone()
+    for kw in ({}, dict(temperature=0), dict(top_k=4), dict(top_p=.4), dict(min_p=.2, temperature=.5)):
+        params = [P(seed=1, **kw)] * 5
+        sample(x, params, streams(params))
+        assert torch.equal(x, before)
+
+def test_logits_of_any_layout_and_with_gradients():
+    x = randn(40, 6).T.requires_grad_()
+    params = [P(seed=i, top_p=.9) for i in range(6)]
+    assert (sample(x, params, streams(params)).token_ids
+            == sample(x.detach().contiguous(), params, streams(params)).token_ids)
+
+
+# Drawing
+
+@pytest.mark.parametrize('u, want', [(0., 1), (.2499, 1), (.25, 3), (.5, 3), (.9999, 3), (1 - 2**-53, 3)])
+def test_pick(u, want):
+    w = torch.tensor([[0., 1., 0., 3., 0.]])
+    assert sampling._pick(w, torch.tensor([u], dtype=torch.float64)).item() == want
+
+def test_pick_never_leaves_the_row():
+    u = torch.full((2000,), 1 - 2**-53, dtype=torch.float64)
+    w = torch.rand(2000, 37, generator=torch.Generator().manual_seed(0))
+    w[:, 30:] = 0
+    assert (sampling._pick(w, u) == 29).all()
+    assert (sampling._pick(w, u * 0) == 0).all()
+
+def draws(logits, p, n=20_000):
+    "n tokens of one request at these logits: counts by id."
+    g, counts = make_stream(p), torch.zeros(len(logits), dtype=torch.long)
+    for rows in torch.full((n // 1000,), 1000).tolist():
+        x = torch.tensor(logits).expand(rows, -1)
+        ids = sample(x, [p] * rows, [g] * rows).token_ids
+        counts += torch.bincount(torch.tensor(ids), minlength=len(logits))
+    return counts
+
+@pytest.mark.parametrize('kw', [dict(), dict(temperature=.5), dict(temperature=2.), dict(top_k=3),
+                                dict(top_p=.8), dict(min_p=.2), dict(temperature=1.5, top_k=5, top_p=.9, min_p=.05)])
+def test_frequencies_follow_the_distribution(kw):
+    logits = [1.0, 2.5, -1.0, 0.0, 2.0, 2.0, -4.0, 0.5]
+    p = P(seed=11, **kw)
+    counts, want = draws(logits, p), oracle(torch.tensor(logits), p)
+    n = int(counts.sum())
+    assert all(counts[i] == 0 for i in range(len(logits)) if i not in want)
+    chi2 = sum((float(counts[i]) - n * q)**2 / (n * q) for i, q in want.items())
+    assert chi2 < len(want) - 1 + 4 * math.sqrt(2 * (len(want) - 1))       # mean + 4 sd
+
+def test_a_biased_draw_would_be_seen():
+    "The chi-square bound above has teeth: a temperature off by a twentieth breaks it."
+    logits = [1.0, 2.5, -1.0, 0.0, 2.0, 2.0, -4.0, 0.5]
+    counts, want = draws(logits, P(seed=11)), oracle(logits, P(temperature=1.05))
+    n = int(counts.sum())
+    assert sum((float(counts[i]) - n * q)**2 / (n * q) for i, q in want.items()) > 7 + 4 * math.sqrt(14)
+
+
+# Streams
+
+SEEDED = [(0, P(seed=5)), (1, P(seed=6, top_p=.7)), (2, P()), (3, P(temperature=.6, top_k=9)),
+          (4, P(temperature=0)), (5, P(seed=5, min_p=.1, temperature=1.7))]
+
+def test_same_tokens_alone_in_any_slot_and_beside_anyone():
+    solo = {n: run([(n, p)])[n] for n, p in SEEDED}
+    assert run(SEEDED) == solo and run(SEEDED[::-1]) == solo
+    for i in range(6):
+        some = SEEDED[i:] + SEEDED[:i // 2]
+        assert run(some) == {n: solo[n] for n, _ in some}
+
+def test_same_tokens_in_a_real_vocabulary():
+    x, params = randn(6, 49152), [p for _, p in SEEDED]
+    together = sample(x, params, streams(params)).token_ids
+    alone = [sample(x[i:i + 1], [p], [make_stream(p, 0, i)]).token_ids[0] for i, p in enumerate(params)]
+    assert together == alone
+
+def test_waiting_between_tokens_changes_nothing():
+    "A request that skips steps (preempted, say) goes on where its stream stood."
+    p, x = P(seed=9), [randn(1, 64, seed=s) for s in range(8)]
+    g = make_stream(p)
+    straight = [sample(row, [p], [g]).token_ids[0] for row in x]
+    g, other, broken = make_stream(p), make_stream(P(seed=10)), []
+    for row in x:
+        for _ in range(3): sample(row, [P(seed=10)], [other])
+        torch.rand(5)                                    # the global generator plays no part
+        broken += sample(row, [p], [g]).token_ids
+    assert broken == straight
+
+def test_one_number_for_each_token():
+    for kw in ({}, dict(top_k=3), dict(top_p=.9, min_p=.1)):
+        g, h = make_stream(P(seed=1)), make_stream(P(seed=1))
+        sample(randn(1, 500), [P(seed=1, **kw)], [g])
+        torch.rand((), generator=h, dtype=torch.float64)
+        assert torch.equal(g.get_state(), h.get_state())
+
+def ids(stream, n=30):
+    return sample(torch.zeros(n, 1000), [P()] * n, [stream] * n).token_ids
+
+def test_streams_of_different_requests_differ_and_repeat():
+    made = {f'{e} {r} {i}': ids(make_stream(P(), e, r, i)) for e in (0, 1) for r in range(4) for i in range(3)}
+    assert len({tuple(v) for v in made.values()}) == len(made)
+    assert ids(make_stream(P(), 1, 3, 2)) == made['1 3 2']
+
+def test_a_seed_fixes_the_stream_whoever_serves_it():
+    want = ids(make_stream(P(seed=0), 0, 0))
+    assert want == ids(make_stream(P(seed=0), 99, 1234))
+    assert want == ids(make_stream(P(seed=np.int64(0)), 99, 1234))
+    assert want != ids(make_stream(P(), 0, 0))
+    assert len({tuple(ids(make_stream(P(seed=s)))) for s in (0, 1, -1, 2**32, 2**64 + 1, -10**30)}) == 6
+    assert len({tuple(ids(make_stream(P(seed=7), index=i))) for i in range(8)}) == 8
+
+def test_neighbouring_seeds_are_unrelated():
+    u = torch.stack([torch.rand(200, generator=make_stream(P(seed=s)), dtype=torch.float64) for s in range(50)])
+    c = torch.corrcoef(u) - torch.eye(50)
+    assert c.abs().max() < .35 and abs(u[:, 0].mean() - .5) < .15
+
+def test_greedy_needs_no_stream():
+    assert make_stream(P(temperature=0, seed=1)) is None
+    with pytest.raises(ValueError, match='row 1 .*generator'):
+        sample(torch.zeros(2, 4), [P(temperature=0), P()], [None, None])
+
+@pytest.mark.parametrize('args', [(torch.zeros(4), [P()], [None]), (torch.zeros(2, 4), [P()], [None]),
+                                  (torch.zeros(2, 4), [P(temperature=0)] * 2, [None])])
+def test_lengths_must_agree(args):
+    with pytest.raises(ValueError, match='logits must be'): sample(*args)
+
+
+# Parameters
+
+@pytest.mark.parametrize('name, allowed, values', [
+    ('temperature', r'\[0, 2\]', [-.1, -1e-9, 2.01, nan, inf, -inf, True, False, None, '1', [1], 1j, 10**400]),
+    ('top_p', r'\(0, 1\]', [0, 0., -.1, 1.0001, nan, inf, True, None, '0.5', 2]),
+    ('top_k', 'at least -1', [-2, 1.0, 2.5, nan, inf, True, None, '3']),
+    ('min_p', r'\[0, 1\]', [-.1, 1.1, nan, inf, True, None, '0']),
+    ('seed', 'integer or None', [1.0, nan, True, '7', [1]]),
+    ('max_tokens', 'at least 0', [-1, 1.0, nan, True, '16', [1]]),
+    ('stop_token_ids', 'token ids', [[-1], [1, 2.0], [True], ['abc'], 'abc', 5, [None], [[1]], True]),
+    ('ignore_eos', 'True or False', [1, 0, None, 'yes']),
+    ('skip_special_tokens', 'True or False', [1, 0, None, 'no']),
+])
+def test_refused(name, allowed, values):
+    for v in values:
+        with pytest.raises(ValueError, match=f'{name} must be .*{allowed}.*not') as e: P(**{name: v})
+        assert name == 'stop_token_ids' or repr(v) in str(e.value)      # there: the id at fault
+
+@pytest.mark.parametrize('name, values', [
+    ('temperature', [0, 0.0, 2, 2.0, 1e-300, np.float32(.5), np.float64(.5), 1]),
+    ('top_p', [1, 1.0, 1e-300, np.float32(.5)]),
+    ('top_k', [-1, 0, 1, 10**30, np.int32(5)]),
+    ('min_p', [0, 0.0, 1, 1.0]),
+    ('seed', [None, 0, -1, 2**64, -2**70, np.int64(3)]),
+    ('max_tokens', [None, 0, 1, 10**9]),
+    ('stop_token_ids', [None, [], [0, 5], (7,), {3}, range(3), np.array([1, 2])]),
+    ('ignore_eos', [True, False]), ('skip_special_tokens', [True, False]),
+])
+def test_accepted(name, values):
+    x = randn(1, 10)
+    for v in values:
+        p = P(**{name: v})
+        assert sample(x, [p], [make_stream(p)]).token_ids[0] in range(10)
+
+def test_one_object_can_serve_many():
+    stops = [1, 2]
+    p = P(stop_token_ids=stops)
+    stops.append(3)
+    assert p.stop_token_ids == (1, 2) and P().stop_token_ids == ()
+    with pytest.raises(dataclasses.FrozenInstanceError): p.temperature = 0
+    with pytest.raises(ValueError, match='temperature'): dataclasses.replace(p, temperature=3)
+    assert dataclasses.replace(p, seed=4).stop_token_ids == (1, 2) and len({p, P(stop_token_ids=[1, 2])}) == 1
+
+@pytest.mark.parametrize('name', ['n', 'stop', 'logit_bias', 'temprature'])
+def test_what_is_not_built_is_not_accepted(name):
+    with pytest.raises(TypeError, match=name): P(**{name: 1})
