@@ -19,21 +19,19 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     "Blocks that hold `num_tokens` tokens: the quotient, rounded up."
     return -(-num_tokens // block_size)
 
-# %% ../nbs/02_blocks.ipynb #check-block-size
 def check_block_size(block_size: int) -> int:
     "`block_size` if it can be one, else a ValueError that says what can."
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size is {block_size!r}; it must be an integer, 1 or more")
     return block_size
 
-# %% ../nbs/02_blocks.ipynb #check-block
+# %% ../nbs/02_blocks.ipynb #first-use
 def check_block(block: int, num_blocks: int) -> int:
     "`block` if there is such a block, else a ValueError; -1 is not the last one."
     if not 0 <= block < num_blocks:
         raise ValueError(f"block {block} does not exist: blocks are 0 to {num_blocks - 1}")
     return block
 
-# %% ../nbs/02_blocks.ipynb #first-use
 def first_use(num_blocks: int, order: Iterable[int] | None = None) -> list[int]:
     "All blocks in the order of their first use: `order`, then the rest, ascending."
     if num_blocks < 0:
@@ -132,7 +130,6 @@ def write_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor,
             raise ValueError(f"{name} has shape {list(new.shape)}; it must be {expected}")
         cache.flatten(0, 1).index_copy_(0, slots, new.to(cache.dtype))
 
-# %% ../nbs/02_blocks.ipynb #read-blocks
 def read_blocks(k_cache: Tensor, v_cache: Tensor,
                 table: BlockTable) -> tuple[Tensor, Tensor]:
     "A sequence's keys and values in order, each [num_tokens, num_kv_heads, head_dim]."

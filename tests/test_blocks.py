@@ -131,8 +131,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestManagerMachine = ManagerMachine.TestCase
-for case in (TestAllocatorMachine, TestManagerMachine):
-    case.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAllocatorMachine.settings = TestManagerMachine.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_order_is_the_order_of_first_use():
