@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedlm.blocks import BlockAllocator, BlockTable, KVCache, blocks_for, first_use
-from pagedlm.sharing import BlockManager
+from pagedlm.sharing import BlockManager, filled_slots
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
 BLOCK_SIZES = [1, 3, 16]
@@ -273,6 +273,22 @@ def test_check_fails_on(message):
     CORRUPTIONS[message](manager)
     with pytest.raises(AssertionError, match=message):
         manager.check()
+
+
+def test_check_and_filled_slots_know_shared_blocks():
+    "Two tables over one prompt, as a fork makes them; the one that is longer counts."
+    manager = BlockManager(4, 4)
+    manager.append(0, 7)
+    for block in manager.table(0).blocks:
+        manager.allocator.share(block)
+    with pytest.raises(AssertionError, match="count 2, but 1 tables"):
+        manager.check()
+    manager.tables[1] = BlockTable(4, list(manager.table(0).blocks), 6)
+    manager.check()
+    assert manager.num_filled_slots == filled_slots([manager.table(1), manager.table(0)]) == 7
+    manager.free(0)
+    manager.check()
+    assert manager.num_free == 2 and manager.num_filled_slots == 6
 
 
 # ---- the paper's figures (V6, V7)
