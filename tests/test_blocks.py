@@ -285,7 +285,8 @@ def test_check_and_filled_slots_know_shared_blocks():
         manager.check()
     manager.tables[1] = BlockTable(4, list(manager.table(0).blocks), 6)
     manager.check()
-    assert manager.num_filled_slots == filled_slots([manager.table(1), manager.table(0)]) == 7
+    swapped = [manager.table(1), manager.table(0)]
+    assert manager.num_filled_slots == filled_slots(swapped) == 7
     manager.free(0)
     manager.check()
     assert manager.num_free == 2 and manager.num_filled_slots == 6
