@@ -30,7 +30,7 @@ def generate(args: argparse.Namespace) -> int:
     engine = Engine(args.model, dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
                     max_num_seqs=1, progress=True)
     chat = not args.raw and getattr(engine.tokenizer, "chat_template", None)
-    prompt = engine.encode_chat([{"role": "user", "content": args.prompt}]) if chat else args.prompt
+    prompt = engine.prompts.encode_chat([{"role": "user", "content": args.prompt}]) if chat else args.prompt
     engine.add_request("generate", prompt, params)
     start, shown = time.perf_counter(), 0
     while engine.has_unfinished():

@@ -5,114 +5,80 @@
 # %% ../nbs/09_engine.ipynb #imports
 from __future__ import annotations
 import os
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 import torch
 from torch import Tensor
 from .attention import PagedBatch
 from .blocks import KVCache
-from .models import Model, load_model, load_tokenizer
+from .models import Model, ModelConfig, load_model, load_tokenizer
 from .sampling import SamplingParams, make_stream, sample
 from .scheduler import Plan, Scheduler, Sequence
 from .sharing import BlockManager
 
 # %% auto #0
-__all__ = ['CompletionOutput', 'RequestOutput', 'EngineStats', 'Runner', 'Detokenizer', 'Request', 'available_memory',
-           'default_num_blocks', 'check_limits', 'resolve_max_model_len', 'Engine', 'is_ids', 'as_batch', 'LLM']
-
-# %% ../nbs/09_engine.ipynb #outputs
-@dataclass
-class CompletionOutput:
-    """One generated sequence. `finish_reason` is None while it grows, then "stop", "length",
-    "abort" or "error"; `stop_reason` is the stop token's id where one of `stop_token_ids` ended it."""
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-
-@dataclass
-class RequestOutput:
-    "What a request has so far (text and ids are cumulative). `error` is set if it failed."
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    error: str | None = None
-
-# %% ../nbs/09_engine.ipynb #stats
-@dataclass
-class EngineStats:
-    """Counts of the pool and of the work so far. Blocks are physical blocks; `slot_use` is the
-    share of slots in used blocks that held a token, over all steps (1.0 before the first)."""
-    num_blocks: int
-    free_blocks: int
-    used_blocks: int
-    peak_used_blocks: int
-    slot_use: float
-    running: int
-    waiting: int
-    preempted: int
-    preemptions_recompute: int
-    prompt_tokens: int
-    generation_tokens: int
-    steps: int
+__all__ = ['Tables', 'Runner', 'Detokenizer', 'check_limits', 'resolve_max_model_len', 'available_memory', 'default_num_blocks',
+           'Prompts', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats', 'Books',
+           'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids', 'as_batch',
+           'one_each', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
-class Runner:
-    """Executes plans. It keeps the block table of every live sequence as a row of one tensor
-    and changes only what a plan says has changed; it decides nothing."""
-    def __init__(self, model: Model, kv: KVCache, max_num_seqs: int, max_blocks: int):
-        self.model, self.kv = model, kv
-        self.tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
-        self.row_of: dict[int, int] = {}       # seq_id -> row of `tables`
+class Tables:
+    """The block tables of all live sequences, each a row of one tensor `[max_num_seqs,
+    max_blocks]` int32. Plans edit it; what lies behind a table's last block is noise."""
+    def __init__(self, max_num_seqs: int, max_blocks: int):
+        self.data = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
+        self.row_of: dict[int, int] = {}       # seq_id -> its row
         self.num_blocks: dict[int, int] = {}   # seq_id -> blocks in that row
         self.free_rows = list(range(max_num_seqs))[::-1]
 
     def release(self, seq_ids: list[int]):
-        "Forget the tables of sequences that left; one that never ran has none."
+        "Take back the rows of sequences that left."
         for s in seq_ids:
             if s in self.row_of:
                 self.free_rows.append(self.row_of.pop(s))
                 del self.num_blocks[s]
 
-    def update_tables(self, plan: Plan):
-        "Write the blocks that the plan added, all in one indexed assignment."
+    def update(self, plan: Plan):
+        "Write the blocks that a plan adds, all in one indexed assignment."
+        self.release(plan.released)
         rows, cols, blocks = [], [], []
         for r in plan.rows:
             if r.seq_id not in self.row_of:
-                self.row_of[r.seq_id] = self.free_rows.pop()
-                self.num_blocks[r.seq_id] = 0
+                self.row_of[r.seq_id], self.num_blocks[r.seq_id] = self.free_rows.pop(), 0
             n = self.num_blocks[r.seq_id]
             rows += [self.row_of[r.seq_id]] * len(r.blocks)
             cols += range(n, n + len(r.blocks))
             blocks += r.blocks
             self.num_blocks[r.seq_id] = n + len(r.blocks)
-        if blocks: self.tables[rows, cols] = torch.tensor(blocks, dtype=torch.int32)
+        if blocks: self.data[rows, cols] = torch.tensor(blocks, dtype=torch.int32)
+
+# %% ../nbs/09_engine.ipynb #runner-class
+class Runner:
+    "Executes plans on one device. It decides nothing."
+    def __init__(self, model: Model, kv: KVCache, max_num_seqs: int, max_blocks: int):
+        self.model, self.kv, self.tables = model, kv, Tables(max_num_seqs, max_blocks)
 
     def batch(self, plan: Plan) -> PagedBatch:
         "The step's index tensors: tables, context lengths and the first query row of each."
         lens = torch.tensor([len(r.tokens) for r in plan.rows])
-        ctx = torch.tensor([r.position + len(r.tokens) for r in plan.rows])
-        width = -(-int(ctx.max()) // self.kv.block_size)
-        tables = self.tables[[self.row_of[r.seq_id] for r in plan.rows], :width]
+        context = torch.tensor([r.position + len(r.tokens) for r in plan.rows])
+        width = -(-int(context.max()) // self.kv.block_size)
+        rows = self.tables.data[[self.tables.row_of[r.seq_id] for r in plan.rows], :width]
         starts = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
-        dev = self.model.device
-        return PagedBatch(tables.to(dev), ctx.to(dev), starts.to(dev), self.kv.block_size)
+        device = self.model.device
+        return PagedBatch(rows.to(device), context.to(device), starts.to(device), self.kv.block_size)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Tensor:
         "Logits `[num_sampling_rows, vocab_size]` float32 of the rows that sample, in plan order."
-        self.release(plan.released)
-        self.update_tables(plan)
+        self.tables.update(plan)
         ids = torch.tensor([t for r in plan.rows for t in r.tokens], device=self.model.device)
         batch = self.batch(plan)
         last = (batch.query_starts[1:] - 1).tolist()
-        rows = [i for i, r in zip(last, plan.rows) if r.samples]
-        return self.model(ids, batch, self.kv, torch.tensor(rows, dtype=torch.long, device=ids.device))
+        wanted = [i for i, r in zip(last, plan.rows) if r.samples]
+        return self.model(ids, batch, self.kv, torch.tensor(wanted, dtype=torch.long, device=ids.device))
 
 # %% ../nbs/09_engine.ipynb #detok
 class Detokenizer:
@@ -121,47 +87,47 @@ class Detokenizer:
     def __init__(self, tokenizer, skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
         self.ids: list[int] = []
-        self.start = self.read = 0   # 0 <= start <= read <= len(ids): the window ids[start:] is decoded
-        self.sent = 0                # characters of the window that were handed out
+        self.start = self.read = 0   # 0 <= start <= read <= len(ids); ids[start:] is the window
+        self.sent = 0                # characters of the window's text that were handed out
 
-    def _decode(self, ids: list[int]) -> str:
+    def _window(self) -> str:
+        ids = self.ids[self.start:]
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip) if ids else ""
 
     def add(self, token: int) -> str:
+        "The text that is certain now that `token` has come; often one word, sometimes nothing."
         self.ids.append(token)
-        text = self._decode(self.ids[self.start:])
+        text = self._window()
         whole = not text.endswith("\ufffd")
         piece = text[self.sent:] if whole else text[self.sent:-1]
         self.sent += len(piece)
-        if whole and piece:   # the window moves on; one step of context stays in it
+        if whole and piece:
             self.start, self.read = self.read, len(self.ids)
-            self.sent = len(self._decode(self.ids[self.start:]))
+            self.sent = len(self._window())
         return piece
 
     def finish(self) -> str:
-        "What was held back: an incomplete character shows as U+FFFD."
-        return self._decode(self.ids[self.start:])[self.sent:]
+        "What was held back: a character that stayed incomplete shows as U+FFFD."
+        return self._window()[self.sent:]
 
-# %% ../nbs/09_engine.ipynb #request
-@dataclass
-class Request:
-    "An engine's view of one request: its sequence, its parameters and the text so far."
-    request_id: str
-    prompt: str | None
-    seq: Sequence
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    stream: torch.Generator
-    detokenizer: Detokenizer | None
-    text: str = ""
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    error: str | None = None
+# %% ../nbs/09_engine.ipynb #limits
+def check_limits(**limits: int | None):
+    "Each must be a whole number from 1, or None where the engine may choose."
+    for name, n in limits.items():
+        if n is None and name in ("num_blocks", "max_model_len"): continue
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more, not {n!r}")
 
-    def output(self) -> RequestOutput:
-        out = CompletionOutput(0, self.text, list(self.seq.output), self.finish_reason, self.stop_reason)
-        return RequestOutput(self.request_id, self.prompt, self.seq.prompt, [out],
-                             self.finish_reason is not None, self.error)
+# %% ../nbs/09_engine.ipynb #model-len
+def resolve_max_model_len(asked: int | None, model: int, num_slots: int) -> int:
+    """The most tokens, prompt and generated, that one request may have. The last token's K/V is
+    never written, so a pool of `num_slots` holds a request of one more."""
+    if asked is None: return min(model, num_slots + 1)
+    if asked > model:
+        raise ValueError(f"max_model_len = {asked} exceeds the model's own limit of {model}")
+    if asked > num_slots + 1:
+        raise ValueError(f"max_model_len = {asked} needs {asked - 1} slots, and the pool has {num_slots}")
+    return asked
 
 # %% ../nbs/09_engine.ipynb #sizes
 def available_memory(device: torch.device) -> int:
@@ -180,34 +146,227 @@ def default_num_blocks(block_bytes: int, most: int, device: torch.device) -> int
                          "block_size or a smaller model")
     return min(most, budget // block_bytes)
 
-# %% ../nbs/09_engine.ipynb #limits
-def check_limits(**limits: int | None):
-    "Each must be a whole number from 1, or None where the engine may choose."
-    for name, n in limits.items():
-        if n is None and name in ("num_blocks", "max_model_len"): continue
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more, not {n!r}")
+# %% ../nbs/09_engine.ipynb #prompts
+class Prompts:
+    "Turns what a user asks into token ids, or into a ValueError that says what is wrong with it."
+    def __init__(self, tokenizer, config: ModelConfig, max_model_len: int):
+        self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, config.vocab_size, max_model_len
 
-def resolve_max_model_len(asked: int | None, model: int, num_slots: int) -> int:
-    """The most tokens, prompt and generated, that one request may have. The last token's K/V is
-    never written, so a pool of `num_slots` holds a request of one more."""
-    if asked is None: return min(model, num_slots + 1)
-    if asked > model:
-        raise ValueError(f"max_model_len = {asked} exceeds the model's own limit of {model}")
-    if asked > num_slots + 1:
-        raise ValueError(f"max_model_len = {asked} needs {asked - 1} slots, and the pool has {num_slots}")
-    return asked
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None: raise ValueError("this model has no tokenizer: give token ids")
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt, (list, tuple)): ids = list(prompt)
+        else: raise ValueError(f"a prompt is a str or a list of token ids, not {type(prompt).__name__}")
+        if not ids: raise ValueError("the prompt is empty: at least one token is needed")
+        self.check_ids("prompt token id", ids)
+        return ids
+
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        "A conversation in the model's chat template, ready for the assistant's turn."
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("this model has no chat template: use generate")
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                                  tokenize=True, return_dict=False)
+
+    def check_ids(self, name: str, ids):
+        for t in ids:
+            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.vocab_size:
+                raise ValueError(f"{name} {t!r} is not an integer from 0 to {self.vocab_size - 1}")
+
+# %% ../nbs/09_engine.ipynb #max-tokens
+def resolve_max_tokens(asked: int | None, num_prompt: int, max_model_len: int) -> int:
+    "How many tokens may be generated; ValueError, with the numbers, if prompt and tokens cannot fit."
+    room = max_model_len - num_prompt
+    if asked == 0 and room >= 0: return 0
+    if room < 1:
+        raise ValueError(f"the prompt has {num_prompt} tokens, which leaves no room in "
+                         f"max_model_len = {max_model_len}")
+    if asked is not None and asked > room:
+        raise ValueError(f"{num_prompt} prompt tokens and max_tokens = {asked} make "
+                         f"{num_prompt + asked}, and max_model_len is {max_model_len}")
+    return room if asked is None else asked
+
+# %% ../nbs/09_engine.ipynb #outputs
+@dataclass
+class CompletionOutput:
+    """One generated sequence. `finish_reason` is None while it grows, then "stop", "length",
+    "abort" or "error"; `stop_reason` is the id from `stop_token_ids` that ended it, if one did."""
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+@dataclass
+class RequestOutput:
+    "What a request has so far (text and ids are cumulative). `error` is set if it failed."
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    error: str | None = None
+
+# %% ../nbs/09_engine.ipynb #request
+@dataclass(eq=False)
+class Request:
+    "An engine's view of one request: its sequence, its parameters and the text so far."
+    prompt: str | None
+    seq: Sequence
+    params: SamplingParams
+    eos_ids: tuple[int, ...]
+    stream: torch.Generator | None
+    detokenizer: Detokenizer | None
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+
+    def take(self) -> str | None:
+        "Take in the newest token; why this was the last one, or None."
+        token, mine = self.seq.output[-1], self.params.stop_token_ids
+        is_eos = token in self.eos_ids and token not in mine and not self.params.ignore_eos
+        if self.detokenizer and not is_eos: self.text += self.detokenizer.add(token)
+        if token in mine: self.stop_reason = token
+        if is_eos or token in mine: return "stop"
+        return "length" if len(self.seq.output) == self.seq.max_tokens else None
+
+    def end(self, reason: str, error: str | None = None):
+        "No more tokens: what the detokenizer held back belongs to the text."
+        self.finish_reason, self.error = reason, error
+        if self.detokenizer and not error: self.text += self.detokenizer.finish()
+
+    def output(self) -> RequestOutput:
+        out = CompletionOutput(0, self.text, list(self.seq.output), self.finish_reason, self.stop_reason)
+        return RequestOutput(self.seq.request_id, self.prompt, self.seq.prompt, [out],
+                             self.finish_reason is not None, self.error)
+
+# %% ../nbs/09_engine.ipynb #stats
+@dataclass
+class EngineStats:
+    """Counts of the pool and of the work so far. `slot_use` is the share of slots in used blocks
+    that held a token, over all steps (1.0 before the first)."""
+    num_blocks: int
+    free_blocks: int
+    used_blocks: int
+    peak_used_blocks: int
+    slot_use: float
+    running: int
+    waiting: int
+    preempted: int                # waiting to come back
+    preemptions_recompute: int    # how often it happened
+    prompt_tokens: int            # of requests that began
+    generation_tokens: int
+    steps: int
+
+# %% ../nbs/09_engine.ipynb #books
+class Books:
+    "Counts kept from step to step."
+    def __init__(self, blocks: BlockManager):
+        self.blocks = blocks
+        self.steps = self.prompt_tokens = self.generation_tokens = 0
+        self.peak_used = self.filled_slots = self.used_slots = 0
+
+    def count(self, plan: Plan, seqs: dict[int, Sequence]):
+        "A plan was made: what the pool holds now, and which prompts begin with it."
+        used, self.steps = self.blocks.num_used, self.steps + 1
+        self.peak_used = max(self.peak_used, used)
+        self.used_slots += used * self.blocks.block_size
+        self.filled_slots += self.blocks.num_filled_slots
+        begin = [seqs[r.seq_id] for r in plan.rows if r.position == 0]
+        self.prompt_tokens += sum(len(s.prompt) for s in begin if s.num_preemptions == 0)
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        s, b = scheduler, self.blocks
+        use = self.filled_slots / self.used_slots if self.used_slots else 1.0
+        return EngineStats(b.num_blocks, b.num_free, b.num_used, self.peak_used, use, len(s.running),
+                           len(s.waiting), len(s.preempted), s.num_preemptions,
+                           self.prompt_tokens, self.generation_tokens, self.steps)
+
+# %% ../nbs/09_engine.ipynb #requests
+class Requests:
+    "The parts of an engine, and its live requests: how they enter and how they end."
+    def __init__(self, model: Model, tokenizer, blocks: BlockManager, kv: KVCache, *, max_num_seqs: int,
+                 max_num_batched_tokens: int, max_model_len: int, seed: int):
+        self.tokenizer, self.blocks, self.seed, self.max_model_len = tokenizer, blocks, seed, max_model_len
+        self.scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.runner = Runner(model, kv, max_num_seqs, -(-max_model_len // kv.block_size))
+        self.prompts, self.books, self.config = Prompts(tokenizer, model.config, max_model_len), Books(blocks), model.config
+        self.requests: dict[str, Request] = {}   # live, or ended and not yet reported; by request id
+        self.by_seq: dict[int, Request] = {}     # the same, by sequence id
+        self.ended: list[Request] = []           # ended, and reported by the next output
+        self.num_requests = 0
+
+    def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None):
+        "Queue a request. ValueError if it is invalid, can never fit, or its id is in use."
+        self.check_open()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, not {type(params).__name__}")
+        if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
+        self.prompts.check_ids("stop_token_ids:", params.stop_token_ids)
+        ids, number = self.prompts.encode(prompt), self.num_requests
+        seq = Sequence(number, request_id, ids, resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len))
+        r = Request(prompt if isinstance(prompt, str) else None, seq, params, self.config.eos_token_ids,
+                    make_stream(params, self.seed, number),
+                    self.tokenizer and Detokenizer(self.tokenizer, params.skip_special_tokens))
+        if seq.max_tokens: self.scheduler.add(seq)
+        self.requests[request_id] = self.by_seq[number] = r
+        self.num_requests += 1
+        if not seq.max_tokens: self.end(r, "length")
+
+# %% ../nbs/09_engine.ipynb #requests-end
+class Lifecycle(Requests):
+    "How requests end and are reported, and how the engine itself ends."
+    def end(self, r: Request, reason: str, error: str | None = None):
+        "A request's one way out: its blocks return now, its last output goes out next."
+        self.scheduler.abort(r.seq.request_id)
+        r.end(reason, error)
+        self.ended.append(r)
+
+    def abort(self, request_id: str):
+        "End a request wherever it is; unknown and ended ones are ignored. The next step reports it."
+        r = self.requests.get(request_id)
+        if r and not r.finish_reason: self.end(r, "abort")
+
+    def drop(self, request_ids: list[str]):
+        "Abort requests of which nobody wants to hear any more."
+        for i in request_ids: self.abort(i)
+        self.report([])
+
+    def has_unfinished(self) -> bool:
+        "Whether another `step` has something to do or to report."
+        return bool(self.requests)
+
+    def report(self, grown: list[Request]) -> list[RequestOutput]:
+        "Outputs of the requests that ended or grew, each once; those that ended are forgotten."
+        ended, self.ended = self.ended, []
+        for r in ended: del self.requests[r.seq.request_id], self.by_seq[r.seq.seq_id]
+        return [r.output() for r in dict.fromkeys([*ended, *grown])]
+
+    def stats(self) -> EngineStats:
+        "Counts of the pool and of the work so far."
+        return self.books.stats(self.scheduler)
+
+    def check_open(self):
+        if self.runner is None: raise RuntimeError("this engine is closed")
+
+    def close(self):
+        "Give the memory of model and pool back; live requests are lost. Twice is fine."
+        self.runner = self.tokenizer = None
+        for r in list(self.requests.values()): self.end(r, "abort")
+        self.report([])
 
 # %% ../nbs/09_engine.ipynb #engine
-class Engine:
+class Engine(Lifecycle):
     """Serves requests step by step (paper, sections 4.3 and 4.5).
 
     `model` is a registry name, a Hugging Face id, a local folder, a .gguf file or a loaded
-    `Model` (then with its `tokenizer`, or None to work on token ids alone).
-    `block_size` is in tokens; `num_blocks=None` sizes the pool from free memory;
-    `max_num_batched_tokens` bounds the tokens of one step and so the length of a prefill chunk;
-    `max_model_len=None` is the smaller of the model's limit and the pool's. A request that cannot fit is
-    refused by `add_request` with a ValueError; one that fails later ends with `error` set."""
+    `Model` (then with its `tokenizer`, or None to work on token ids alone). `block_size` is in
+    tokens; `num_blocks=None` sizes the pool from free memory. `max_num_batched_tokens` bounds the
+    tokens of one step, and so a prefill chunk. `max_model_len=None` is the smaller of the model's
+    limit and the pool's. ValueError names a limit that is impossible."""
     def __init__(self, model: str | Path | Model = "smollm2", *, tokenizer=None, dtype="auto",
                  device="auto", block_size: int = 16, num_blocks: int | None = None,
                  max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
@@ -215,193 +374,61 @@ class Engine:
         check_limits(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
                      max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
         if not isinstance(model, Model):
-            tokenizer = tokenizer or load_tokenizer(model)
-            model = load_model(model, dtype=dtype, device=device, progress=progress)
-        self.model, self.tokenizer, self.seed, c = model, tokenizer, seed, model.config
+            name = model
+            model = load_model(name, dtype=dtype, device=device, progress=progress)
+            tokenizer = tokenizer or find_tokenizer(name)
+        c = model.config
         shape = (block_size, c.num_kv_heads, c.head_dim)
         if num_blocks is None:
             most = max_num_seqs * -(-(max_model_len or c.max_model_len) // block_size)
-            block_bytes = KVCache.block_bytes(c.num_layers, *shape, model.dtype)
-            num_blocks = default_num_blocks(block_bytes, most, model.device)
-        self.max_model_len = resolve_max_model_len(max_model_len, c.max_model_len, num_blocks * block_size)
-        self.blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs,
-                                   max_num_batched_tokens=max_num_batched_tokens)
+            num_blocks = default_num_blocks(KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)
+        max_model_len = resolve_max_model_len(max_model_len, c.max_model_len, num_blocks * block_size)
         kv = KVCache(c.num_layers, num_blocks, *shape, model.dtype, model.device)
-        self.runner = Runner(model, kv, max_num_seqs, -(-self.max_model_len // block_size))
-        self.requests: dict[str, Request] = {}   # live ones, by request id
-        self.by_seq: dict[int, Request] = {}     # the same, by sequence id
-        self.ready: list[Request] = []           # ended outside a step; reported by the next one
-        self.num_requests = self.steps = self.prompt_tokens = self.generation_tokens = 0
-        self.peak_used = self.filled_sum = self.used_sum = 0
-
-    # -- requests ---------------------------------------------------------------------------------
-
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        "Token ids of a prompt; ValueError names what is wrong with it."
-        if isinstance(prompt, str):
-            if self.tokenizer is None: raise ValueError("this model has no tokenizer: give token ids")
-            ids = self.tokenizer(prompt)["input_ids"]
-        elif isinstance(prompt, (list, tuple)): ids = list(prompt)
-        else: raise ValueError(f"a prompt is a str or a list of token ids, not {type(prompt).__name__}")
-        if not ids: raise ValueError("the prompt is empty: at least one token is needed")
-        vocab = self.model.config.vocab_size
-        for t in ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
-                raise ValueError(f"prompt token id {t!r} is not an integer from 0 to {vocab - 1}")
-        return ids
-
-    def encode_chat(self, messages: list[dict]) -> list[int]:
-        "Token ids of a conversation in the model's chat template, ready for the assistant's turn."
-        self._check_open()
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("this model has no chat template: use generate")
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
-                                                  tokenize=True, return_dict=False)
-
-    def max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        "The most tokens this request may generate; ValueError if prompt and tokens cannot fit."
-        room = self.max_model_len - num_prompt
-        if params.max_tokens == 0 and room >= 0: return 0
-        if room < 1:
-            raise ValueError(f"the prompt has {num_prompt} tokens, which leaves no room in "
-                             f"max_model_len = {self.max_model_len}")
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise ValueError(f"{num_prompt} prompt tokens and max_tokens = {params.max_tokens} make "
-                             f"{num_prompt + params.max_tokens}, and max_model_len is {self.max_model_len}")
-        return room if params.max_tokens is None else params.max_tokens
-
-    def validate(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        "The prompt's token ids, if this request could be served; else ValueError."
-        self._check_open()
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be a SamplingParams, not {type(params).__name__}")
-        vocab = self.model.config.vocab_size
-        for t in params.stop_token_ids or ():
-            if not 0 <= t < vocab: raise ValueError(f"stop_token_ids: {t} is not from 0 to {vocab - 1}")
-        ids = self.encode(prompt)
-        self.max_tokens(len(ids), params)
-        return ids
-
-    def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None):
-        "Queue a request. ValueError if it is invalid, can never fit, or its id is in use."
-        params = params or SamplingParams()
-        if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
-        ids = self.validate(prompt, params)
-        number, n = self.num_requests, self.max_tokens(len(ids), params)
-        seq = Sequence(number, request_id, ids, n)
-        eos = () if params.ignore_eos else self.model.config.eos_token_ids
-        r = Request(request_id, prompt if isinstance(prompt, str) else None, seq, params,
-                    frozenset(eos) | frozenset(params.stop_token_ids or ()),
-                    make_stream(params, self.seed, number),
-                    self.tokenizer and Detokenizer(self.tokenizer, params.skip_special_tokens))
-        if n == 0: self._end(r, "length")
-        else: self.scheduler.add(seq)
-        self.num_requests += 1
-        self.requests[request_id] = self.by_seq[number] = r
-
-    def abort(self, request_id: str):
-        "End a request wherever it is; unknown and finished ids are ignored. The next step reports it."
-        if (r := self.requests.get(request_id)) and r.finish_reason is None: self._end(r, "abort")
-
-    def has_unfinished(self) -> bool:
-        "Whether another `step` has something to do or to report."
-        return bool(self.requests)
-
-    # -- one step ---------------------------------------------------------------------------------
+        super().__init__(model, tokenizer, BlockManager(num_blocks, block_size), kv, max_num_seqs=max_num_seqs,
+                         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, seed=seed)
 
     def step(self) -> list[RequestOutput]:
         "Schedule, execute, sample, update: the requests that grew or ended, each with all it has."
-        self._check_open()
-        changed, self.ready = self.ready, []
-        if self.scheduler.has_unfinished:
-            plan = self.scheduler.schedule()
-            self._count(plan)
-            changed += self._run(plan)
-        for r in changed:
-            if r.finish_reason: self._forget(r)
-        return [r.output() for r in changed]
+        self.check_open()
+        if not self.scheduler.has_unfinished: return self.report([])
+        plan = self.scheduler.schedule()
+        self.books.count(plan, self.scheduler.sequences)
+        return self.report(run_plan(self, plan))
 
-    def _run(self, plan: Plan) -> list[Request]:
-        "Execute a plan; a failure of the model ends the requests that were in it, and no others."
-        rows = [self.by_seq[r.seq_id] for r in plan.rows if r.samples]
-        try:
-            logits = self.runner.execute(plan)
-            tokens, errors = self._sample(logits, rows)
-        except Exception as e:
-            failed = [self.by_seq[r.seq_id] for r in plan.rows]
-            for r in failed: self._end(r, "error", f"the model failed: {type(e).__name__}: {e}")
-            return self._take_ready(failed)
-        for seq_id, message in errors.items(): self._end(self.by_seq[seq_id], "error", message)
-        for seq in self.scheduler.update(plan, tokens): self._advance(self.by_seq[seq.seq_id])
-        self._take_ready(rows)
-        return rows
+# %% ../nbs/09_engine.ipynb #run-plan
+def run_plan(engine: Engine, plan: Plan) -> list[Request]:
+    "Execute a plan and take in its tokens; the requests that grew. Failures end who they concern."
+    sampling = [engine.by_seq[r.seq_id] for r in plan.rows if r.samples]
+    try:
+        logits = engine.runner.execute(plan)
+        tokens, errors = sample_rows(logits, sampling, engine.tokenizer)
+    except Exception as e:
+        for r in plan.rows: engine.end(engine.by_seq[r.seq_id], "error", f"the model failed: {type(e).__name__}: {e}")
+        return []
+    for r, message in errors: engine.end(r, "error", message)
+    grown = [engine.by_seq[seq.seq_id] for seq in engine.scheduler.update(plan, tokens)]
+    engine.books.generation_tokens += len(grown)
+    for r in grown:
+        try: reason, error = r.take(), None
+        except Exception as e: reason, error = "error", f"the tokenizer failed: {type(e).__name__}: {e}"
+        if reason: engine.end(r, reason, error)
+    return grown
 
-    def _sample(self, logits: Tensor, rows: list[Request]) -> tuple[dict[int, int], dict[int, str]]:
-        "A token, or an error, for each row."
-        if not rows: return {}, {}
-        if self.tokenizer is not None and len(self.tokenizer) < logits.shape[1]:
-            logits[:, len(self.tokenizer):] = -torch.inf   # ids that stand for no text
-        s = sample(logits, [r.params for r in rows], [r.stream for r in rows])
-        ids = [r.seq.seq_id for r in rows]
-        tokens = {i: t for i, t in zip(ids, s.token_ids) if t is not None}
-        return tokens, {ids[row]: message for row, message in s.errors.items()}
+@torch.inference_mode()
+def sample_rows(logits: Tensor, rows: list[Request], tokenizer) -> tuple[dict[int, int], list]:
+    "({seq_id: token}, [(request, error message)]) of the rows that sample; logits `[len(rows), vocab]`."
+    if not rows: return {}, []
+    if tokenizer is not None and len(tokenizer) < logits.shape[1]:
+        logits[:, len(tokenizer):] = -torch.inf   # the head is wider: these ids stand for no text
+    s = sample(logits, [r.params for r in rows], [r.stream for r in rows])
+    tokens = {r.seq.seq_id: t for r, t in zip(rows, s.token_ids) if t is not None}
+    return tokens, [(rows[i], message) for i, message in s.errors.items()]
 
-    def _advance(self, r: Request):
-        "Take in the token that `r` just got: its text, and whether it was the last."
-        self.generation_tokens += 1
-        token, eos = r.seq.output[-1], self.model.config.eos_token_ids
-        stopped = token in r.stop_ids
-        is_eos = stopped and token in eos and token not in (r.params.stop_token_ids or ())
-        try:
-            if r.detokenizer and not is_eos: r.text += r.detokenizer.add(token)
-        except Exception as e:
-            return self._end(r, "error", f"the tokenizer failed: {type(e).__name__}: {e}")
-        if stopped: r.stop_reason = None if is_eos else token
-        if stopped or len(r.seq.output) == r.seq.max_tokens: self._end(r, "stop" if stopped else "length")
-
-    def _end(self, r: Request, reason: str, error: str | None = None):
-        "End a request: its blocks return now, its last output goes out with this or the next step."
-        self.scheduler.abort(r.request_id)
-        r.finish_reason, r.error = reason, error
-        if r.detokenizer and not error: r.text += r.detokenizer.finish()
-        self.ready.append(r)
-
-    def _take_ready(self, rows: list[Request]) -> list[Request]:
-        "These are reported by the current step, so not again by the next."
-        self.ready = [r for r in self.ready if r not in rows]
-        return rows
-
-    def _forget(self, r: Request):
-        del self.requests[r.request_id], self.by_seq[r.seq.seq_id]
-
-    def _count(self, plan: Plan):
-        "Keep the books of the pool: how much is in use, and how much of that holds a token."
-        used = self.blocks.num_used
-        self.steps += 1
-        self.peak_used = max(self.peak_used, used)
-        self.used_sum += used * self.blocks.block_size
-        self.filled_sum += self.blocks.num_filled_slots
-        for row in plan.rows:
-            r = self.by_seq[row.seq_id]
-            if row.position == 0 and r.seq.num_preemptions == 0: self.prompt_tokens += len(r.seq.prompt)
-
-    # -- the rest ---------------------------------------------------------------------------------
-
-    def stats(self) -> EngineStats:
-        s, b = self.scheduler, self.blocks
-        return EngineStats(b.num_blocks, b.num_free, b.num_used, self.peak_used,
-                           self.filled_sum / self.used_sum if self.used_sum else 1.0,
-                           len(s.running), len(s.waiting), len(s.preempted), s.num_preemptions,
-                           self.prompt_tokens, self.generation_tokens, self.steps)
-
-    def _check_open(self):
-        if self.model is None: raise RuntimeError("this engine is closed")
-
-    def close(self):
-        "Give the model's and the pool's memory back. Unfinished requests are lost; more than once is fine."
-        self.model = self.runner = self.tokenizer = None
-        self.requests, self.by_seq, self.ready = {}, {}, []
+def find_tokenizer(name: str | Path):
+    "The tokenizer of a model; None where a local folder has none, to work on token ids alone."
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")): return None
+    return load_tokenizer(name)
 
 # %% ../nbs/09_engine.ipynb #batching
 def is_ids(p) -> bool:
@@ -409,8 +436,14 @@ def is_ids(p) -> bool:
     return isinstance(p, (list, tuple)) and bool(p) and all(isinstance(t, int) for t in p)
 
 def as_batch(x, is_one) -> list:
-    "A list of prompts from one prompt or several."
+    "A list of prompts, from one prompt or several."
     return [x] if is_one(x) else list(x)
+
+def one_each(params, n: int) -> list:
+    "One SamplingParams (or None) for each of `n` prompts."
+    params = list(params) if isinstance(params, (list, tuple)) else [params] * n
+    if len(params) != n: raise ValueError(f"{len(params)} sampling_params for {n} prompts: give one, or one each")
+    return params
 
 # %% ../nbs/09_engine.ipynb #llm
 class LLM:
@@ -420,44 +453,36 @@ class LLM:
         self.engine = Engine(model, **kwargs)
 
     def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
-                ) -> list[RequestOutput]:
+                 ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is a str or a list of token ids; `prompts`
         is one or a list of them; `sampling_params` is one for all or a list with one each.
         ValueError, before anything runs, if any input is invalid."""
-        prompts = as_batch(prompts, lambda p: isinstance(p, str) or is_ids(p))
-        params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: give one, or one each")
-        ids = [f"generate-{self.engine.num_requests + i}" for i in range(len(prompts))]
+        prompts, engine = as_batch(prompts, lambda p: isinstance(p, str) or is_ids(p)), self.engine
+        params = one_each(sampling_params, len(prompts))
+        ids = [f"generate-{engine.num_requests + i}" for i in range(len(prompts))]
+        done = {}
         try:
-            for i, p, s in zip(ids, prompts, params): self.engine.add_request(i, p, s)
-            done = {o.request_id: o for o in self._finish()}
-        except BaseException:   # an invalid prompt, or Ctrl-C: leave nothing behind
-            for i in ids: self.engine.abort(i)
-            list(self._finish())
+            for request in zip(ids, prompts, params): engine.add_request(*request)
+            while not all(i in done for i in ids): done |= {o.request_id: o for o in engine.step() if o.finished}
+        except BaseException:   # an invalid prompt, or Ctrl-C
+            engine.drop(ids)
             raise
         return [done[i] for i in ids]
 
     def chat(self, messages, sampling_params=None) -> list[RequestOutput]:
         """Answers to a conversation (a list of {"role", "content"}) or to a list of them,
         through the model's chat template. Default: up to `max_model_len` tokens."""
+        self.engine.check_open()
         chats = as_batch(messages, lambda m: bool(m) and isinstance(m[0], dict))
-        prompts = [self.engine.encode_chat(m) for m in chats]
+        prompts = [self.engine.prompts.encode_chat(m) for m in chats]
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None))
 
-    def _finish(self) -> Iterator[RequestOutput]:
-        "Step until nothing is left; yield what finishes."
-        while self.engine.has_unfinished():
-            yield from (o for o in self.engine.step() if o.finished)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
+    def stats(self) -> EngineStats: return self.engine.stats()
 
     def close(self):
+        "Give the memory of model and pool back; more than once is fine."
         self.engine.close()
 
-    def __enter__(self):
-        return self
+    def __enter__(self): return self
 
-    def __exit__(self, *exc):
-        self.close()
+    def __exit__(self, *exc): self.close()
