@@ -14,13 +14,61 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-# %% ../nbs/08_sampling.ipynb #checks
-def _is(value, kind) -> bool:
-    "A bool is an int to Python; to us `temperature=True` is a mistake."
-    return isinstance(value, kind) and not isinstance(value, bool)
+# %% ../nbs/08_sampling.ipynb #weights
+MIN_TEMPERATURE = 0.01   # a temperature above 0 and below this one is raised to it
+SLACK = 1e-6             # a float32 mass this close to top_p has reached it
+FIRST_RANKED = 512       # tokens ranked at first for top-p; 8 times more while too few
 
-def _require(ok: bool, name: str, allowed: str, value) -> None:
-    if not ok: raise ValueError(f'{name} must be {allowed}, not {value!r}')
+def _weights(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
+    "softmax(logits / temperature): [R, V] float32. `best` [R] is each row's largest logit."
+    t = temperatures.clamp(min=MIN_TEMPERATURE).to(logits.dtype)
+    return torch.softmax((logits - best[:, None]).div_(t[:, None]), -1)
+
+# %% ../nbs/08_sampling.ipynb #pick
+def _pick(weights: Tensor, u: Tensor) -> Tensor:
+    """The token at fraction `u` of each row's total weight, counted in order of id.
+
+    weights [R, V], not negative; u [R] float64 in [0, 1). A weight of 0 is never picked."""
+    total = weights.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(total, u[:, None] * total[:, -1:], right=True)[:, 0]
+
+# %% ../nbs/08_sampling.ipynb #nucleus-size
+def _nucleus_size(ranked: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """How many tokens it takes until their weight reaches `top_p` of `mass`; at least 1.
+
+    ranked [F, M] float64, highest first; mass, top_p [F]."""
+    before = ranked.cumsum(-1) - ranked
+    return (before < ((top_p - SLACK) * mass)[:, None]).sum(-1).clamp(min=1)
+
+# %% ../nbs/08_sampling.ipynb #keep
+def _keep(logits: Tensor, weights: Tensor, cut: Tensor, size: Tensor) -> Tensor:
+    """Zero the weights of all but each row's `size` highest logits; ties to the lowest id.
+
+    logits, weights [F, V]; cut [F], the lowest logit that stays; size [F]."""
+    kept = logits >= cut[:, None]
+    if (kept.sum(-1) > size).any():      # several tokens tie at the cut: the first stay
+        above, tied = logits > cut[:, None], logits == cut[:, None]
+        kept = above | (tied & (tied.cumsum(-1) <= (size - above.sum(-1))[:, None]))
+    return weights.mul_(kept)
+
+# %% ../nbs/08_sampling.ipynb #keep-ranked
+def _keep_top(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor,
+              first: int = FIRST_RANKED) -> Tensor:
+    "Top-k, then top-p of what is left: [F, V]. top_k [F] int64, <= V; top_p [F] float64."
+    V = logits.shape[-1]
+    m = int(torch.where(top_k < V, top_k, first).clamp(max=V).max())
+    values, ids = logits.topk(m)
+    ranked = weights.gather(-1, ids).double()
+    ranked.masked_fill_(torch.arange(m, device=ids.device) >= top_k[:, None], 0)
+    mass = torch.where(top_k < V, ranked.sum(-1), weights.sum(-1, dtype=torch.float64))
+    size = torch.where(top_p < 1, _nucleus_size(ranked, mass, top_p), top_k)
+    wide = (size >= m) & (top_k == V) & (m < V)       # the nucleus may go on beyond rank m
+    cut = values.gather(-1, size.clamp(max=m)[:, None] - 1)[:, 0]
+    out = _keep(logits, weights, cut.masked_fill(wide, -torch.inf),
+                size.masked_fill(wide, V))
+    if wide.any():
+        out[wide] = _keep_top(logits[wide], out[wide], top_k[wide], top_p[wide], 8 * m)
+    return out
 
 # %% ../nbs/08_sampling.ipynb #params
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +99,13 @@ class SamplingParams:
     def greedy(self) -> bool: return self.temperature == 0
 
 # %% ../nbs/08_sampling.ipynb #check-distribution
+def _is(value, kind) -> bool:
+    "A bool is an int to Python; to us `temperature=True` is a mistake."
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+def _require(ok: bool, name: str, allowed: str, value) -> None:
+    if not ok: raise ValueError(f'{name} must be {allowed}, not {value!r}')
+
 def _check_distribution(p: SamplingParams) -> None:
     # NaN fails every comparison, so a range check refuses it too
     _require(_is(p.temperature, Real) and 0 <= p.temperature <= 2,
@@ -75,84 +130,6 @@ def _stop_ids(ids) -> tuple[int, ...]:
     for i in ids: _require(_is(i, Integral) and i >= 0, 'stop_token_ids', allowed, i)
     return tuple(int(i) for i in ids)
 
-# %% ../nbs/08_sampling.ipynb #make-stream
-def make_stream(params: SamplingParams, engine_seed: int = 0, request_number: int = 0,
-                index: int = 0) -> torch.Generator | None:
-    """The random stream of one sequence, `None` where it is greedy and needs none.
-
-    With a seed it depends on the seed and on `index` (which of the request's samples this
-    is); without one on the engine's seed, the request's number and `index`."""
-    if params.greedy: return None
-    origin = f'seed {params.seed}'
-    if params.seed is None: origin = f'engine {engine_seed} request {request_number}'
-    name = f'{origin} sample {index}'.encode()
-    # torch's CPU generator looks at the low 32 bits of its seed, so 4 bytes are all of it
-    digest = hashlib.blake2b(name, digest_size=4).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, 'big'))
-
-# %% ../nbs/08_sampling.ipynb #uniforms
-def _uniforms(generators: list[torch.Generator]) -> Tensor:
-    "One number in [0, 1) from each stream: [R] float64."
-    return torch.tensor([torch.rand((), generator=g, dtype=torch.float64).item()
-                         for g in generators], dtype=torch.float64)
-
-# %% ../nbs/08_sampling.ipynb #pick
-def _pick(weights: Tensor, u: Tensor) -> Tensor:
-    """The token at fraction `u` of each row's total weight, counted in order of id.
-
-    weights [R, V], not negative; u [R] float64 in [0, 1). A weight of 0 is never picked."""
-    total = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(total, u[:, None] * total[:, -1:], right=True)[:, 0]
-
-# %% ../nbs/08_sampling.ipynb #constants
-MIN_TEMPERATURE = 0.01   # a temperature above 0 and below this one is raised to it
-SLACK = 1e-6             # a float32 mass this close to top_p has reached it
-FIRST_RANKED = 512       # tokens ranked at first for top-p; 8 times more while too few
-
-# %% ../nbs/08_sampling.ipynb #weights
-def _weights(logits: Tensor, best: Tensor, temperatures: Tensor) -> Tensor:
-    "softmax(logits / temperature): [R, V] float32. `best` [R] is each row's largest logit."
-    t = temperatures.clamp(min=MIN_TEMPERATURE).to(logits.dtype)
-    return torch.softmax((logits - best[:, None]).div_(t[:, None]), -1)
-
-# %% ../nbs/08_sampling.ipynb #keep
-def _keep(logits: Tensor, weights: Tensor, cut: Tensor, size: Tensor) -> Tensor:
-    """Zero the weights of all but each row's `size` highest logits; ties to the lowest id.
-
-    logits, weights [F, V]; cut [F], the lowest logit that stays; size [F]."""
-    kept = logits >= cut[:, None]
-    if (kept.sum(-1) > size).any():      # several tokens tie at the cut: the first stay
-        above, tied = logits > cut[:, None], logits == cut[:, None]
-        kept = above | (tied & (tied.cumsum(-1) <= (size - above.sum(-1))[:, None]))
-    return weights.mul_(kept)
-
-# %% ../nbs/08_sampling.ipynb #nucleus-size
-def _nucleus_size(ranked: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
-    """How many tokens it takes until their weight reaches `top_p` of `mass`; at least 1.
-
-    ranked [F, M] float64, highest first; mass, top_p [F]."""
-    before = ranked.cumsum(-1) - ranked
-    return (before < ((top_p - SLACK) * mass)[:, None]).sum(-1).clamp(min=1)
-
-# %% ../nbs/08_sampling.ipynb #keep-ranked
-def _keep_top(logits: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor,
-              first: int = FIRST_RANKED) -> Tensor:
-    "Top-k, then top-p of what is left: [F, V]. top_k [F] int64, <= V; top_p [F] float64."
-    V = logits.shape[-1]
-    m = int(torch.where(top_k < V, top_k, first).clamp(max=V).max())
-    values, ids = logits.topk(m)
-    ranked = weights.gather(-1, ids).double()
-    ranked.masked_fill_(torch.arange(m, device=ids.device) >= top_k[:, None], 0)
-    mass = torch.where(top_k < V, ranked.sum(-1), weights.sum(-1, dtype=torch.float64))
-    size = torch.where(top_p < 1, _nucleus_size(ranked, mass, top_p), top_k)
-    wide = (size >= m) & (top_k == V) & (m < V)       # the nucleus may go on beyond rank m
-    cut = values.gather(-1, size.clamp(max=m)[:, None] - 1)[:, 0]
-    out = _keep(logits, weights, cut.masked_fill(wide, -torch.inf),
-                size.masked_fill(wide, V))
-    if wide.any():
-        out[wide] = _keep_top(logits[wide], out[wide], top_k[wide], top_p[wide], 8 * m)
-    return out
-
 # %% ../nbs/08_sampling.ipynb #filter
 def _filter(logits: Tensor, weights: Tensor, params: list[SamplingParams]) -> Tensor:
     "Zero what top-k, top-p and min-p exclude, in that order, in the rows that ask for it."
@@ -171,7 +148,27 @@ def _filter(logits: Tensor, weights: Tensor, params: list[SamplingParams]) -> Te
         weights[floored] = w.mul_(w >= floor[:, None] * w.amax(-1, keepdim=True))
     return weights
 
+# %% ../nbs/08_sampling.ipynb #make-stream
+def make_stream(params: SamplingParams, engine_seed: int = 0, request_number: int = 0,
+                index: int = 0) -> torch.Generator | None:
+    """The random stream of one sequence, `None` where it is greedy and needs none.
+
+    With a seed it depends on the seed and on `index` (which of the request's samples this
+    is); without one on the engine's seed, the request's number and `index`."""
+    if params.greedy: return None
+    origin = f'seed {params.seed}'
+    if params.seed is None: origin = f'engine {engine_seed} request {request_number}'
+    name = f'{origin} sample {index}'.encode()
+    # torch's CPU generator looks at the low 32 bits of its seed, so 4 bytes are all of it
+    digest = hashlib.blake2b(name, digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, 'big'))
+
 # %% ../nbs/08_sampling.ipynb #draw
+def _uniforms(generators: list[torch.Generator]) -> Tensor:
+    "One number in [0, 1) from each stream: [R] float64."
+    return torch.tensor([torch.rand((), generator=g, dtype=torch.float64).item()
+                         for g in generators], dtype=torch.float64)
+
 def _draw(logits: Tensor, best: Tensor, params: list[SamplingParams],
           generators: list[torch.Generator]) -> list[int]:
     "One token for each row, every row sampled. logits [R, V] float32, best [R]."
@@ -186,7 +183,6 @@ class Sampled:
     token_ids: list[int | None]
     errors: dict[int, str] = field(default_factory=dict)   # row -> message
 
-# %% ../nbs/08_sampling.ipynb #check-args
 def _check_rows(logits: Tensor, params: list, generators: list) -> None:
     if logits.ndim != 2 or not (len(logits) == len(params) == len(generators)):
         raise ValueError('logits must be [rows, vocab], with one SamplingParams and one '
