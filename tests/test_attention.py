@@ -9,7 +9,8 @@ from torch.testing import assert_close
 from pagedlm import attention
 from pagedlm.attention import PagedBatch, dense_attention, merge_partials, paged_attention, partial_attention
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+# relative; half precision is computed in float32, so what remains is the rounding of the result
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
@@ -27,6 +28,10 @@ def lengths(block_size, seed=0):
              + [(0, 0), (0, B)])
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
     return [pairs[i] for i in order]
+
+def close(got, want):
+    rtol = TOLERANCE[got.dtype]
+    assert_close(got.double(), want, rtol=rtol, atol=min(rtol, 2e-5))
 
 class Case:
     "A random batch: pool poisoned wherever no context lies, dense float64 K and V beside it"
@@ -58,8 +63,7 @@ class Case:
     def check(self, got=None, scale=None):
         got = paged_attention(self.q, self.k, self.v, self.batch, scale) if got is None else got
         assert got.dtype == self.q.dtype and got.shape == self.q.shape
-        tol = TOLERANCE[self.q.dtype]
-        assert_close(got.double(), self.expected(scale), atol=tol, rtol=tol)
+        close(got, self.expected(scale))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -95,8 +99,9 @@ def test_long_contexts_and_two_threads():
     Case([(1, 5000), (1, 3), (100, 4100)], 16, 9, 3, 64).check()
     torch.set_num_threads(1)
 
-def test_scale_is_used():
-    case = Case(lengths(4), 4)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_scale_is_used(dtype):
+    case = Case(lengths(4), 4, dtype=dtype)
     case.check(scale=0.5)
     assert not torch.allclose(paged_attention(case.q, case.k, case.v, case.batch, 0.5),
                               paged_attention(case.q, case.k, case.v, case.batch))
@@ -128,7 +133,7 @@ def test_shared_blocks(dtype):
     got = paged_attention(q, k, v, PagedBatch(tables, ctx, starts, 4))
     flat = [[c[t].flatten(0, 1)[:n].double() for c in (k, v)] for t, n in zip(tables, ctx)]
     want = torch.cat([dense_attention(a.double(), *kv) for a, kv in zip(q.split(starts.diff().tolist()), flat)])
-    assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    close(got, want)
 
 def test_caches_with_strides():
     "Views into a larger tensor are read as they are"
@@ -136,6 +141,9 @@ def test_caches_with_strides():
     wide = torch.stack([case.k, case.v], -1)
     case.k, case.v = wide[..., 0], wide[..., 1]
     assert not case.k.is_contiguous()
+    case.check()
+    more_heads = torch.cat([case.k, case.k, case.v, case.v], 2)
+    case.k, case.v = more_heads[:, :, :2], more_heads[:, :, 4:6]
     case.check()
     strided = case.q.transpose(0, 1).contiguous().transpose(0, 1)
     assert_close(paged_attention(strided, case.k, case.v, case.batch), paged_attention(case.q, case.k, case.v, case.batch))
