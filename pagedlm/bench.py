@@ -7,20 +7,23 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 import torch
 import transformers
 from . import __version__
 
 # %% auto #0
-__all__ = ['ENGINES', 'read_workload', 'peak_rss_mb', 'pagedlm_engine', 'transformers_engine', 'timed', 'throughput']
+__all__ = ['ENGINES', 'read_workload', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed', 'peak_rss_mb',
+           'throughput', 'check_lengths']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
     """A workload: `requests` and `warmup` (lists) and `single` (one) of
     {"id", "prompt_token_ids", "max_tokens"}. ValueError names what is missing."""
-    w = json.loads(Path(path).read_text())
+    try: w = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as e: raise ValueError(f"{path} is not JSON: {e}") from None
     if not isinstance(w, dict): raise ValueError(f"{path}: a workload is a JSON object, not a {type(w).__name__}")
     for key in ("requests", "warmup", "single"):
         if not w.get(key): raise ValueError(f"{path}: no {key!r}: a workload has requests, warmup and single")
@@ -29,26 +32,23 @@ def read_workload(path: str | Path) -> dict:
             raise ValueError(f"{path}: request {r.get('id')!r} lacks {', '.join(sorted(missing))}")
     return w
 
-# %% ../nbs/12_benchmarks.ipynb #peak
-def peak_rss_mb() -> float:
-    "The most memory that this process has held so far, in MB."
-    import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
 # %% ../nbs/12_benchmarks.ipynb #ours
-def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int) -> tuple[Callable, Callable]:
-    "(`generate(requests) -> {id: token ids}`, `preemptions() -> int`) of our engine."
+@contextmanager
+def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int) -> Iterator[tuple[Callable, Callable]]:
+    "(`generate(requests) -> {id: token ids}`, `preemptions() -> int`) of this package."
     from pagedlm.engine import LLM, SamplingParams
-    llm = LLM(model, dtype=dtype, num_blocks=kv_tokens // 16, max_num_seqs=max_num_seqs, progress=True)
-    def generate(requests):
-        params = [SamplingParams(temperature=0, max_tokens=r["max_tokens"], ignore_eos=True) for r in requests]
-        outs = llm.generate([r["prompt_token_ids"] for r in requests], params)
-        if failed := [o.error for o in outs if o.error]: raise RuntimeError(failed[0])
-        return {r["id"]: o.outputs[0].token_ids for r, o in zip(requests, outs)}
-    return generate, lambda: llm.stats().preemptions_recompute
+    if kv_tokens < 16: raise ValueError(f"kv_tokens must be at least one block of 16, not {kv_tokens}")
+    with LLM(model, dtype=dtype, num_blocks=kv_tokens // 16, max_num_seqs=max_num_seqs, progress=True) as llm:
+        def generate(requests):
+            params = [SamplingParams(temperature=0, max_tokens=r["max_tokens"], ignore_eos=True) for r in requests]
+            outs = llm.generate([r["prompt_token_ids"] for r in requests], params)
+            if failed := [o.error for o in outs if o.error]: raise RuntimeError(failed[0])
+            return {r["id"]: o.outputs[0].token_ids for r, o in zip(requests, outs)}
+        yield generate, lambda: llm.stats().preemptions_recompute
 
 # %% ../nbs/12_benchmarks.ipynb #peer
-def transformers_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int) -> tuple[Callable, Callable]:
+@contextmanager
+def transformers_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int) -> Iterator[tuple[Callable, Callable]]:
     "The same pair for the continuous batching of transformers, on the same weights."
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -59,50 +59,62 @@ def transformers_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int) ->
     config = ContinuousBatchingConfig(
         page_size=32, num_blocks=kv_tokens // 32, max_batch_tokens=512, max_requests_per_batch=max_num_seqs,
         allow_block_sharing=False, auto_switch_to_flash=False, use_async_batching=False, max_memory_percent=.8)
-    @torch.inference_mode()
-    def generate(requests):
-        out = {}
-        with hf.continuous_batching_context_manager(
-                generation_config=greedy, continuous_batching_config=config, warmup=False, timeout=5) as manager:
-            for r in requests:
-                manager.add_request(r["prompt_token_ids"], request_id=str(r["id"]),
-                                    max_new_tokens=r["max_tokens"], eos_token_id=-1)
-            while len(out) < len(requests):
-                x = manager.get_result(timeout=1)
-                if x is None and not manager.is_running(): raise RuntimeError("its generation thread died")
-                if x is not None and x.is_finished(): out[x.request_id] = list(x.generated_tokens)
-        return {r["id"]: out[str(r["id"])] for r in requests}
-    return generate, lambda: 0
+    with torch.inference_mode(), hf.continuous_batching_context_manager(
+            generation_config=greedy, continuous_batching_config=config, warmup=False, timeout=5) as manager:
+        yield lambda requests: serve_by_manager(manager, requests), lambda: 0
+
+def serve_by_manager(manager, requests) -> dict:
+    "Hand the requests to a running manager of transformers, and collect their ids."
+    names = {f"{time.monotonic_ns()}-{r['id']}": r["id"] for r in requests}   # each of its ids is used once
+    for name, r in zip(names, requests):
+        manager.add_request(r["prompt_token_ids"], request_id=name, max_new_tokens=r["max_tokens"], eos_token_id=-1)
+    done = {}
+    while len(done) < len(requests):
+        x = manager.get_result(timeout=1)
+        if x is None and not manager.is_running(): raise RuntimeError("the generation thread of transformers died")
+        if x is not None and x.error: raise RuntimeError(x.error)
+        if x is not None and x.is_finished(): done[names[x.request_id]] = list(x.generated_tokens)
+    return done
 
 ENGINES = {"pagedlm": pagedlm_engine, "transformers": transformers_engine}
 
 # %% ../nbs/12_benchmarks.ipynb #throughput
 def timed(f: Callable) -> tuple[float, object]:
+    "(seconds, result) of `f()`."
     start = time.perf_counter()
     result = f()
     return time.perf_counter() - start, result
+
+def peak_rss_mb() -> float:
+    "The most memory that this process has held so far, in MB."
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2", dtype: str = "auto",
                threads: int | None = None, kv_tokens: int = 49152, ids_out: str | Path | None = None) -> dict:
     """Serve a workload, all requests handed over at once, and say how fast: the clock runs from
     the hand-over to the last token of the last request; loading and warm-up are outside it.
-    `single_tok_s` is the median of three runs of the one request `single`, alone."""
+    `single_tok_s` is of the one request `single`, alone, the median of three runs."""
     w = read_workload(workload)
     if threads: torch.set_num_threads(threads)
-    generate, preemptions = ENGINES[engine](model, dtype, kv_tokens, max_num_seqs=64)
-    generate(w["warmup"])
-    single_s = [timed(lambda: generate([w["single"]])) for _ in range(3)]
-    before = preemptions()
-    wall, ids = timed(lambda: generate(w["requests"]))
-    ids[w["single"]["id"]] = single_s[-1][1][w["single"]["id"]]
-    for r in [*w["requests"], w["single"]]:
-        if len(ids[r["id"]]) != r["max_tokens"]: raise RuntimeError(f"request {r['id']} got {len(ids[r['id']])} tokens")
+    with ENGINES[engine](model, dtype, kv_tokens, max_num_seqs=64) as (generate, preemptions):
+        generate(w["warmup"])
+        singles = [timed(lambda: generate([w["single"]])) for _ in range(3)]
+        before = preemptions()
+        wall, ids = timed(lambda: generate(w["requests"]))
+        preempted = preemptions() - before
+    ids |= singles[-1][1]
+    check_lengths(ids, [*w["requests"], w["single"]])
     if ids_out: Path(ids_out).write_text(json.dumps(ids))
-    n_in = sum(len(r["prompt_token_ids"]) for r in w["requests"])
-    n_out = sum(r["max_tokens"] for r in w["requests"])
+    n_in, n_out = (sum(map(f, w["requests"])) for f in (lambda r: len(r["prompt_token_ids"]), lambda r: r["max_tokens"]))
     return {"engine": engine, "dtype": dtype, "threads": torch.get_num_threads(), "kv_tokens": kv_tokens,
-            "wall_s": round(wall, 3), "out_tok_s": round(n_out / wall, 1),
-            "total_tok_s": round((n_in + n_out) / wall, 1),
-            "single_tok_s": round(w["single"]["max_tokens"] / statistics.median(s for s, _ in single_s), 2),
-            "peak_rss_mb": round(peak_rss_mb(), 1), "preemptions": preemptions() - before,
+            "wall_s": round(wall, 3), "out_tok_s": round(n_out / wall, 1), "total_tok_s": round((n_in + n_out) / wall, 1),
+            "single_tok_s": round(w["single"]["max_tokens"] / statistics.median(s for s, _ in singles), 2),
+            "peak_rss_mb": round(peak_rss_mb(), 1), "preemptions": preempted,
             "versions": {"pagedlm": __version__, "torch": torch.__version__, "transformers": transformers.__version__}}
+
+def check_lengths(ids: dict, requests: list[dict]):
+    "RuntimeError for a request that got more or fewer tokens than it asked for."
+    for r in requests:
+        if len(ids[r["id"]]) != r["max_tokens"]:
+            raise RuntimeError(f"request {r['id']} got {len(ids[r['id']])} tokens, not {r['max_tokens']}")

@@ -11,7 +11,7 @@ import time
 from . import __version__
 
 # %% auto #0
-__all__ = ['pool_line', 'generate', 'as_json', 'bench_throughput', 'positive', 'model_options', 'add_generate', 'add_bench',
+__all__ = ['pool_line', 'as_json', 'generate', 'bench_throughput', 'positive', 'model_options', 'add_generate', 'add_bench',
            'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
@@ -22,9 +22,15 @@ def pool_line(stats, seconds: float) -> str:
             f"{stats.peak_used_blocks} of {stats.num_blocks} blocks in use; "
             f"{stats.slot_use:.0%} of used slots held a token")
 
+def as_json(out, stats, seconds: float) -> dict:
+    "The answer and the pool's numbers as one object."
+    c = out.outputs[0]
+    return {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "error": out.error,
+            "seconds": round(seconds, 3), "stats": vars(stats)}
+
 # %% ../nbs/13_cli.ipynb #generate
 def generate(args: argparse.Namespace) -> int:
-    "Stream one answer; the pool's line goes to stderr, so that stdout is the text alone."
+    "Stream one answer to stdout; the pool's line goes to stderr."
     from pagedlm.engine import Engine, SamplingParams
     params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
     engine = Engine(args.model, dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
@@ -40,16 +46,10 @@ def generate(args: argparse.Namespace) -> int:
             shown = len(text)
     seconds = time.perf_counter() - start
     if args.json: print(json.dumps(as_json(out, engine.stats(), seconds)))
-    else: print(f"\n\n{pool_line(engine.stats(), seconds)}", file=sys.stderr)
+    else: print(flush=True)
+    print("\n" + pool_line(engine.stats(), seconds), file=sys.stderr)
     if out.error: print(f"pagedlm: error: {out.error}", file=sys.stderr)
     return 1 if out.error else 0
-
-# %% ../nbs/13_cli.ipynb #asjson
-def as_json(out, stats, seconds: float) -> dict:
-    "The answer and the pool's numbers as one object."
-    c = out.outputs[0]
-    return {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "error": out.error,
-            "seconds": round(seconds, 3), "stats": vars(stats)}
 
 # %% ../nbs/13_cli.ipynb #throughput
 def bench_throughput(args: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def bench_throughput(args: argparse.Namespace) -> int:
     print(json.dumps(result, indent=None if args.json else 2))
     return 0
 
-# %% ../nbs/13_cli.ipynb #parser
+# %% ../nbs/13_cli.ipynb #positive
 def positive(text: str) -> int:
     "A whole number from 1, for argparse."
     try: n = int(text)
@@ -75,6 +75,7 @@ def model_options(p: argparse.ArgumentParser):
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                    help="of weights and KV cache (default: auto, float32 on a CPU)")
 
+# %% ../nbs/13_cli.ipynb #add-generate
 def add_generate(sub):
     p = sub.add_parser("generate", help="ask the model one thing and stream the answer",
                        description="Ask the model one thing and stream the answer. The prompt goes through the "
@@ -91,8 +92,9 @@ def add_generate(sub):
     p.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
     p.set_defaults(run=generate)
 
+# %% ../nbs/13_cli.ipynb #add-bench
 def add_bench(sub):
-    bench = sub.add_parser("bench", help="measure", description="Measure this machine.")
+    bench = sub.add_parser("bench", help="measure this machine", description="Measure this machine.")
     kinds = bench.add_subparsers(metavar="KIND", required=True)
     p = kinds.add_parser("throughput", help="tokens/s on a workload file",
                          description="Serve the requests of a workload file, all handed over at once, greedy, end-of-"
@@ -109,6 +111,7 @@ def add_bench(sub):
 
 # %% ../nbs/13_cli.ipynb #main
 def parser() -> argparse.ArgumentParser:
+    "The whole command line."
     p = argparse.ArgumentParser("pagedlm", description="Serve a language model with paged attention.")
     p.add_argument("--version", action="version", version=f"pagedlm {__version__}")
     sub = p.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -117,9 +120,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 def main(argv: list[str] | None = None) -> int:
-    "The console script. What a user got wrong is one line on stderr and exit status 2."
+    "The console script: an exit status. What a user got wrong is one line on stderr and status 2."
     args = parser().parse_args(argv)
     try: return args.run(args)
-    except (ValueError, OSError) as e: print(f"pagedlm: error: {e}", file=sys.stderr)
+    except (ValueError, OSError, RuntimeError) as e: print(f"pagedlm: error: {e}", file=sys.stderr)
     except KeyboardInterrupt: return 130
     return 2
