@@ -442,8 +442,9 @@ class Weights:
         """The checkpoint's name of our weight `key`."""
         return f"{self.family.weights[key].format(layer)}.{kind}"
 
-    def read(self, key: str, *shape: int, layer: int = 0, kind: str = "weight") -> Tensor:
-        """The weight `key` as a tensor of its own (the file is mapped only meanwhile)."""
+    def read(self, key: str, *shape: int, layer: int = 0, kind: str = "weight",
+             copy: bool = True) -> Tensor:
+        """The weight `key`. Without `copy` it may be the mapped file, for passing use."""
         from safetensors import safe_open
         name = self.name(key, layer, kind)
         if name not in self.files:
@@ -453,7 +454,7 @@ class Weights:
             raise ValueError(f"weight {name} is {list(found.shape)} of {found.dtype}, but "
                              f"the config asks for {list(shape)} of a floating type")
         self.unused.discard(name)
-        return found.to(self.device, self.dtype, copy=True)
+        return found.to(self.device, self.dtype, copy=copy)
 
     def check_all_used(self) -> None:
         """ValueError names the weights that the model did not ask for."""
@@ -549,11 +550,11 @@ def read_linear(weights: Weights, outs: dict[str, int], size: int, bias: bool,
                 layer: int = 0) -> Linear:
     """One product for several weights [out, size] that share their input, on top of each
     other; `outs` maps our names to their numbers of outputs."""
-    parts = [weights.read(key, out, size, layer=layer) for key, out in outs.items()]
-    biases = [weights.read(key, out, layer=layer, kind="bias")
-              for key, out in outs.items() if bias]
-    join = lambda tensors: torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    return Linear(join(parts), join(biases) if bias else None, weights.scratch)
+    read = partial(weights.read, layer=layer, copy=False)
+    weight = torch.cat([read(key, out, size) for key, out in outs.items()])
+    if not bias: return Linear(weight, None, weights.scratch)
+    biases = [read(key, out, kind="bias") for key, out in outs.items()]
+    return Linear(weight, torch.cat(biases), weights.scratch)
 
 # %% ../nbs/07_models.ipynb #rope-types
 def default_rope(freqs: Tensor) -> tuple[Tensor, float]:

@@ -619,7 +619,7 @@ def test_smollm2_logits_equal_hf(smollm2):
 
 def test_smollm2_bfloat16_agrees(smollm2):
     "The same most likely token, but for near ties"
-    ids = load_tokenizer("smollm2")("Water boils at a temperature of one hundred degrees.")["input_ids"]
+    ids = load_tokenizer("smollm2")("Water boils at one hundred degrees, and ice melts at zero.")["input_ids"]
     exact = hf_logits(smollm2[1], ids)
     got = Paged(load_model("smollm2", dtype="bfloat16")).step({"a": ids})["a"]
     top = exact.topk(2).values
