@@ -175,7 +175,7 @@ def write_safetensors(path: Path, tensors: dict[str, tuple[list[int], Callable]]
 
     The format is a length (8 bytes), a JSON header with each tensor's place, the bytes.
     """
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, (shape, _) in tensors.items():
         start, end = end, end + 4 * math.prod(shape)
@@ -303,7 +303,7 @@ MODELS = {
 def follow_growth(folder: Path, num_bytes: int, until: Callable[[], bool], progress: bool
                   ) -> None:
     """A progress bar over the bytes in `folder`, until `until()`."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
     with tqdm(desc="downloading", total=num_bytes, unit="B", unit_scale=True,
               disable=not progress) as bar:
         while not until():
@@ -733,10 +733,10 @@ class Model:
     """A decoder over paged keys and values; see `config`, `dtype` and `device`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, progress: bool = False):
-        from tqdm.auto import tqdm
+        from tqdm import tqdm
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
         self.embed = weights.read("embed", config.vocab_size, config.hidden_size)
-        layers = tqdm(range(config.num_layers), "loading layers", disable=not progress)
+        layers = tqdm(range(config.num_layers), "loading", disable=not progress, leave=False)
         self.layers = [read_layer(config, weights, i) for i in layers]
         self.norm = weights.read("norm", config.hidden_size)
         self.head = read_head(config, weights, self.embed)
