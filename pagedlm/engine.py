@@ -5,9 +5,10 @@
 # %% ../nbs/09_engine.ipynb #imports
 from __future__ import annotations
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
+from threading import Lock
 import torch
 from torch import Tensor
 from .attention import PagedBatch
@@ -21,7 +22,7 @@ from .sharing import BlockManager
 __all__ = ['Tables', 'Runner', 'Detokenizer', 'check_limits', 'resolve_max_model_len', 'available_memory', 'default_num_blocks',
            'Prompts', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats', 'Books',
            'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids', 'as_batch',
-           'one_each', 'LLM']
+           'one_each', 'serve_all', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -156,10 +157,9 @@ class Prompts:
         if isinstance(prompt, str):
             if self.tokenizer is None: raise ValueError("this model has no tokenizer: give token ids")
             ids = self.tokenizer(prompt)["input_ids"]
-        elif isinstance(prompt, (list, tuple)): ids = list(prompt)
+        elif isinstance(prompt, (list, tuple)): ids = self.check_ids("prompt token id", prompt)
         else: raise ValueError(f"a prompt is a str or a list of token ids, not {type(prompt).__name__}")
         if not ids: raise ValueError("the prompt is empty: at least one token is needed")
-        self.check_ids("prompt token id", ids)
         return ids
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
@@ -169,10 +169,19 @@ class Prompts:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
                                                   tokenize=True, return_dict=False)
 
-    def check_ids(self, name: str, ids):
+    def check_ids(self, name: str, ids) -> list[int]:
+        "The ids as plain integers (NumPy's are fine, too)."
         for t in ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.vocab_size:
+            if isinstance(t, bool) or not isinstance(t, Integral) or not 0 <= t < self.vocab_size:
                 raise ValueError(f"{name} {t!r} is not an integer from 0 to {self.vocab_size - 1}")
+        return [int(t) for t in ids]
+
+    def check_params(self, params: SamplingParams | None) -> SamplingParams:
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, not {type(params).__name__}")
+        self.check_ids("stop_token_ids:", params.stop_token_ids)
+        return params
 
 # %% ../nbs/09_engine.ipynb #max-tokens
 def resolve_max_tokens(asked: int | None, num_prompt: int, max_model_len: int) -> int:
@@ -301,11 +310,8 @@ class Requests:
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None):
         "Queue a request. ValueError if it is invalid, can never fit, or its id is in use."
         self.check_open()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be a SamplingParams, not {type(params).__name__}")
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
-        self.prompts.check_ids("stop_token_ids:", params.stop_token_ids)
+        params = self.prompts.check_params(params)
         ids, number = self.prompts.encode(prompt), self.num_requests
         seq = Sequence(number, request_id, ids, resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len))
         r = Request(prompt if isinstance(prompt, str) else None, seq, params, self.config.eos_token_ids,
@@ -345,9 +351,7 @@ class Lifecycle(Requests):
         for r in ended: del self.requests[r.seq.request_id], self.by_seq[r.seq.seq_id]
         return [r.output() for r in dict.fromkeys([*ended, *grown])]
 
-    def stats(self) -> EngineStats:
-        "Counts of the pool and of the work so far."
-        return self.books.stats(self.scheduler)
+    def stats(self) -> EngineStats: return self.books.stats(self.scheduler)
 
     def check_open(self):
         if self.runner is None: raise RuntimeError("this engine is closed")
@@ -366,7 +370,7 @@ class Engine(Lifecycle):
     `Model` (then with its `tokenizer`, or None to work on token ids alone). `block_size` is in
     tokens; `num_blocks=None` sizes the pool from free memory. `max_num_batched_tokens` bounds the
     tokens of one step, and so a prefill chunk. `max_model_len=None` is the smaller of the model's
-    limit and the pool's. ValueError names a limit that is impossible."""
+    limit and the pool's. ValueError names a limit that is impossible. One thread at a time."""
     def __init__(self, model: str | Path | Model = "smollm2", *, tokenizer=None, dtype="auto",
                  device="auto", block_size: int = 16, num_blocks: int | None = None,
                  max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
@@ -433,7 +437,7 @@ def find_tokenizer(name: str | Path):
 # %% ../nbs/09_engine.ipynb #batching
 def is_ids(p) -> bool:
     "A prompt given as token ids; an empty list is an empty batch, not an empty prompt."
-    return isinstance(p, (list, tuple)) and bool(p) and all(isinstance(t, int) for t in p)
+    return isinstance(p, (list, tuple)) and bool(p) and all(isinstance(t, Integral) for t in p)
 
 def as_batch(x, is_one) -> list:
     "A list of prompts, from one prompt or several."
@@ -445,29 +449,31 @@ def one_each(params, n: int) -> list:
     if len(params) != n: raise ValueError(f"{len(params)} sampling_params for {n} prompts: give one, or one each")
     return params
 
+def serve_all(engine: Engine, prompts: list, params: list) -> list[RequestOutput]:
+    "Add all requests, or none; step until all have ended; their outputs in order."
+    ids, done = [f"generate-{engine.num_requests + i}" for i in range(len(prompts))], {}
+    try:
+        for request in zip(ids, prompts, params): engine.add_request(*request)
+        while not all(i in done for i in ids): done |= {o.request_id: o for o in engine.step() if o.finished}
+    except BaseException:   # an invalid prompt, or Ctrl-C
+        engine.drop(ids)
+        raise
+    return [done[i] for i in ids]
+
 # %% ../nbs/09_engine.ipynb #llm
 class LLM:
     """An engine for whole batches: `generate` returns when every prompt has its text. It takes
-    the arguments of `Engine`, and is a context manager that closes it."""
+    the arguments of `Engine`, and is a context manager that closes it. Threads take turns."""
     def __init__(self, model: str | Path | Model = "smollm2", **kwargs):
-        self.engine = Engine(model, **kwargs)
+        self.engine, self.lock = Engine(model, **kwargs), Lock()
 
     def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
                  ) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt is a str or a list of token ids; `prompts`
         is one or a list of them; `sampling_params` is one for all or a list with one each.
         ValueError, before anything runs, if any input is invalid."""
-        prompts, engine = as_batch(prompts, lambda p: isinstance(p, str) or is_ids(p)), self.engine
-        params = one_each(sampling_params, len(prompts))
-        ids = [f"generate-{engine.num_requests + i}" for i in range(len(prompts))]
-        done = {}
-        try:
-            for request in zip(ids, prompts, params): engine.add_request(*request)
-            while not all(i in done for i in ids): done |= {o.request_id: o for o in engine.step() if o.finished}
-        except BaseException:   # an invalid prompt, or Ctrl-C
-            engine.drop(ids)
-            raise
-        return [done[i] for i in ids]
+        prompts = as_batch(prompts, lambda p: isinstance(p, str) or is_ids(p))
+        with self.lock: return serve_all(self.engine, prompts, one_each(sampling_params, len(prompts)))
 
     def chat(self, messages, sampling_params=None) -> list[RequestOutput]:
         """Answers to a conversation (a list of {"role", "content"}) or to a list of them,
@@ -484,5 +490,4 @@ class LLM:
         self.engine.close()
 
     def __enter__(self): return self
-
     def __exit__(self, *exc): self.close()

@@ -652,9 +652,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, config, eos_token_ids: Iterable[int] = ()) -> "ModelConfig":
         """The facts of a `transformers` config; `eos_token_ids` are added to its own.
-
-        ValueError names an architecture, a rope type or a setting that is not implemented.
-        """
+        ValueError names an architecture, a rope type or a setting that is not implemented."""
         family = find_family(config.architectures, config.model_type)
         check_facts(config, family)
         num_heads = config.num_attention_heads
