@@ -15,22 +15,35 @@ import transformers
 from . import __version__
 
 # %% auto #0
-__all__ = ['ENGINES', 'read_workload', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed', 'peak_rss_mb',
-           'throughput', 'check_lengths']
+__all__ = ['ENGINES', 'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed',
+           'peak_rss_mb', 'throughput', 'check_lengths']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
     """A workload: `requests` and `warmup` (lists) and `single` (one) of
     {"id", "prompt_token_ids", "max_tokens"}. ValueError names what is missing."""
     try: w = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as e: raise ValueError(f"{path} is not JSON: {e}") from None
+    except ValueError as e: raise ValueError(f"{path} is not JSON: {e}") from None
     if not isinstance(w, dict): raise ValueError(f"{path}: a workload is a JSON object, not a {type(w).__name__}")
     for key in ("requests", "warmup", "single"):
         if not w.get(key): raise ValueError(f"{path}: no {key!r}: a workload has requests, warmup and single")
-    for r in [*w["requests"], *w["warmup"], w["single"]]:
-        if missing := {"id", "prompt_token_ids", "max_tokens"} - set(r):
-            raise ValueError(f"{path}: request {r.get('id')!r} lacks {', '.join(sorted(missing))}")
+        rows = [w[key]] if key == "single" else w[key]
+        if not isinstance(rows, list): raise ValueError(f"{path}: {key!r} is not a list of requests")
+        for r in rows: check_request(r, path)
+    ids = [r["id"] for r in [*w["requests"], w["single"]]]
+    if len(set(ids)) < len(ids): raise ValueError(f"{path}: two requests have the same id")
     return w
+
+def check_request(r, path: str | Path):
+    "ValueError for a row of a workload that is no request."
+    if not isinstance(r, dict): raise ValueError(f"{path}: {r!r} is no request, but a {type(r).__name__}")
+    if missing := {"id", "prompt_token_ids", "max_tokens"} - set(r):
+        raise ValueError(f"{path}: request {r.get('id')!r} lacks {', '.join(sorted(missing))}")
+    if not isinstance(r["id"], (int, str)): raise ValueError(f"{path}: the id {r['id']!r} is no number and no string")
+    if not isinstance(r["prompt_token_ids"], list) or not r["prompt_token_ids"]:
+        raise ValueError(f"{path}: request {r['id']!r}: prompt_token_ids is not a list of token ids")
+    if type(r["max_tokens"]) is not int or r["max_tokens"] < 1:
+        raise ValueError(f"{path}: request {r['id']!r}: max_tokens must be 1 or more, not {r['max_tokens']!r}")
 
 # %% ../nbs/12_benchmarks.ipynb #ours
 @contextmanager

@@ -19,10 +19,10 @@ from .scheduler import Plan, Scheduler, Sequence
 from .sharing import BlockManager
 
 # %% auto #0
-__all__ = ['Tables', 'Runner', 'Detokenizer', 'check_limits', 'resolve_max_model_len', 'available_memory', 'default_num_blocks',
-           'Prompts', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats', 'Books',
-           'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids', 'as_batch',
-           'one_each', 'serve_all', 'LLM']
+__all__ = ['Tables', 'Runner', 'Detokenizer', 'check_limits', 'resolve_max_model_len', 'available_memory', 'pool_size',
+           'check_text', 'Prompts', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats',
+           'Books', 'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids',
+           'as_batch', 'one_each', 'serve_all', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -132,22 +132,30 @@ def resolve_max_model_len(asked: int | None, model: int, num_slots: int) -> int:
 
 # %% ../nbs/09_engine.ipynb #sizes
 def available_memory(device: torch.device) -> int:
-    "Free bytes on `device`: the GPU's own count, or the host's available memory."
+    "Free bytes on `device`: the GPU's own count, or what Linux calls available on the host."
     if device.type == "cuda": return torch.cuda.mem_get_info(device)[0]
+    if (meminfo := Path("/proc/meminfo")).exists():   # caches that can be dropped count as free
+        return int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-def default_num_blocks(block_bytes: int, most: int, device: torch.device) -> int:
-    """Blocks that fit into 40% of a host's available memory (90% of a GPU's), and no more than
-    `most`, what all sequences at their full length could use."""
+def pool_size(asked: int | None, block_bytes: int, most: int, device: torch.device) -> int:
+    """Blocks of the pool: `asked`, or those that fit into 40% of a host's available memory (90% of
+    a GPU's), and no more than `most`, what all sequences at full length could use. ValueError,
+    with the numbers, if they do not fit into what is free."""
     free = available_memory(device)
-    budget = int(free * (0.9 if device.type == "cuda" else 0.4))
-    if budget < block_bytes:
-        raise ValueError(f"one block takes {block_bytes:,} bytes and {free:,} are free, of which "
-                         f"{budget:,} may go to the KV cache: give num_blocks, a smaller "
-                         "block_size or a smaller model")
-    return min(most, budget // block_bytes)
+    budget = free if asked else int(free * (0.9 if device.type == "cuda" else 0.4))
+    if (asked or 1) * block_bytes > budget:
+        raise ValueError(f"num_blocks = {asked or 1:,} blocks of {block_bytes:,} bytes do not fit into the "
+                         f"{budget:,} bytes that are free for them: use fewer or smaller blocks")
+    return asked or min(most, budget // block_bytes)
 
 # %% ../nbs/09_engine.ipynb #prompts
+def check_text(text: str) -> str:
+    "Text that can be encoded; a half surrogate, from a terminal's bytes that are no UTF-8, cannot."
+    try: text.encode()
+    except UnicodeEncodeError as e: raise ValueError(f"the prompt is not valid Unicode: {e}") from None
+    return text
+
 class Prompts:
     "Turns what a user asks into token ids, or into a ValueError that says what is wrong with it."
     def __init__(self, tokenizer, config: ModelConfig, max_model_len: int):
@@ -156,7 +164,7 @@ class Prompts:
     def encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None: raise ValueError("this model has no tokenizer: give token ids")
-            ids = self.tokenizer(prompt)["input_ids"]
+            ids = self.tokenizer(check_text(prompt))["input_ids"]
         elif isinstance(prompt, (list, tuple)): ids = self.check_ids("prompt token id", prompt)
         else: raise ValueError(f"a prompt is a str or a list of token ids, not {type(prompt).__name__}")
         if not ids: raise ValueError("the prompt is empty: at least one token is needed")
@@ -166,8 +174,9 @@ class Prompts:
         "A conversation in the model's chat template, ready for the assistant's turn."
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("this model has no chat template: use generate")
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
-                                                  tokenize=True, return_dict=False)
+        try: text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as e: raise ValueError(f"the chat template refuses these messages: {e}") from e
+        return self.tokenizer(check_text(text), add_special_tokens=False)["input_ids"]
 
     def check_ids(self, name: str, ids) -> list[int]:
         "The ids as plain integers (NumPy's are fine, too)."
@@ -383,9 +392,8 @@ class Engine(Lifecycle):
             tokenizer = tokenizer or find_tokenizer(name)
         c = model.config
         shape = (block_size, c.num_kv_heads, c.head_dim)
-        if num_blocks is None:
-            most = max_num_seqs * -(-(max_model_len or c.max_model_len) // block_size)
-            num_blocks = default_num_blocks(KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)
+        most = max_num_seqs * -(-(max_model_len or c.max_model_len) // block_size)
+        num_blocks = pool_size(num_blocks, KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)
         max_model_len = resolve_max_model_len(max_model_len, c.max_model_len, num_blocks * block_size)
         kv = KVCache(c.num_layers, num_blocks, *shape, model.dtype, model.device)
         super().__init__(model, tokenizer, BlockManager(num_blocks, block_size), kv, max_num_seqs=max_num_seqs,

