@@ -5,6 +5,7 @@
 # %% ../nbs/12_benchmarks.ipynb #imports
 from __future__ import annotations
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from . import __version__
 
 # %% auto #0
 __all__ = ['ENGINES', 'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed',
-           'peak_rss_mb', 'throughput', 'check_lengths']
+           'peak_rss_mb', 'check_arguments', 'check_lengths', 'throughput']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
@@ -50,7 +51,6 @@ def check_request(r, path: str | Path):
 def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int) -> Iterator[tuple[Callable, Callable]]:
     "(`generate(requests) -> {id: token ids}`, `preemptions() -> int`) of this package."
     from pagedlm.engine import LLM, SamplingParams
-    if kv_tokens < 16: raise ValueError(f"kv_tokens must be at least one block of 16, not {kv_tokens}")
     with LLM(model, dtype=dtype, num_blocks=kv_tokens // 16, max_num_seqs=max_num_seqs, progress=True) as llm:
         def generate(requests):
             params = [SamplingParams(temperature=0, max_tokens=r["max_tokens"], ignore_eos=True) for r in requests]
@@ -91,7 +91,7 @@ def serve_by_manager(manager, requests) -> dict:
 
 ENGINES = {"pagedlm": pagedlm_engine, "transformers": transformers_engine}
 
-# %% ../nbs/12_benchmarks.ipynb #throughput
+# %% ../nbs/12_benchmarks.ipynb #clock
 def timed(f: Callable) -> tuple[float, object]:
     "(seconds, result) of `f()`."
     start = time.perf_counter()
@@ -103,12 +103,27 @@ def peak_rss_mb() -> float:
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
+def check_arguments(engine: str, threads: int | None, kv_tokens: int):
+    if engine not in ENGINES: raise ValueError(f"engine={engine!r}: allowed are {', '.join(ENGINES)}")
+    if kv_tokens < 32 or kv_tokens % 32:   # blocks of 16 here, of 32 in the peer
+        raise ValueError(f"kv_tokens must be a multiple of 32, not {kv_tokens}")
+    if threads and not 1 <= threads <= (os.cpu_count() or 1):
+        raise ValueError(f"threads must be from 1 to this machine's {os.cpu_count()}, not {threads}")
+
+def check_lengths(ids: dict, requests: list[dict]):
+    "RuntimeError for a request that got more or fewer tokens than it asked for."
+    for r in requests:
+        if len(ids[r["id"]]) != r["max_tokens"]:
+            raise RuntimeError(f"request {r['id']} got {len(ids[r['id']])} tokens, not {r['max_tokens']}")
+
+# %% ../nbs/12_benchmarks.ipynb #throughput
 def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2", dtype: str = "auto",
                threads: int | None = None, kv_tokens: int = 49152, ids_out: str | Path | None = None) -> dict:
     """Serve a workload, all requests handed over at once, and say how fast: the clock runs from
     the hand-over to the last token of the last request; loading and warm-up are outside it.
     `single_tok_s` is of the one request `single`, alone, the median of three runs."""
     w = read_workload(workload)
+    check_arguments(engine, threads, kv_tokens)
     if threads: torch.set_num_threads(threads)
     with ENGINES[engine](model, dtype, kv_tokens, max_num_seqs=64) as (generate, preemptions):
         generate(w["warmup"])
@@ -125,9 +140,3 @@ def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2", d
             "single_tok_s": round(w["single"]["max_tokens"] / statistics.median(s for s, _ in singles), 2),
             "peak_rss_mb": round(peak_rss_mb(), 1), "preemptions": preempted,
             "versions": {"pagedlm": __version__, "torch": torch.__version__, "transformers": transformers.__version__}}
-
-def check_lengths(ids: dict, requests: list[dict]):
-    "RuntimeError for a request that got more or fewer tokens than it asked for."
-    for r in requests:
-        if len(ids[r["id"]]) != r["max_tokens"]:
-            raise RuntimeError(f"request {r['id']} got {len(ids[r['id']])} tokens, not {r['max_tokens']}")

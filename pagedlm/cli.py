@@ -6,13 +6,14 @@
 from __future__ import annotations
 import argparse
 import json
+import os
 import sys
 import time
 from . import __version__
 
 # %% auto #0
-__all__ = ['pool_line', 'as_json', 'generate', 'bench_throughput', 'positive', 'model_options', 'add_generate', 'add_bench',
-           'parser', 'main']
+__all__ = ['pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'positive', 'model_options', 'add_generate',
+           'add_bench', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -32,22 +33,27 @@ def as_json(out, stats, seconds: float) -> dict:
 def generate(args: argparse.Namespace) -> int:
     "Stream one answer to stdout; the pool's line goes to stderr."
     from pagedlm.engine import Engine, SamplingParams
-    params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
-    engine = Engine(args.model, dtype=args.dtype, block_size=args.block_size, num_blocks=args.num_blocks,
-                    max_num_seqs=1, progress=True)
+    if not args.prompt.strip(): raise ValueError("the prompt is empty")
+    SamplingParams(temperature=args.temperature, seed=args.seed)   # refused before the model is loaded
+    engine = Engine(args.model, dtype=args.dtype, device=args.device, block_size=args.block_size,
+                    num_blocks=args.num_blocks, max_num_seqs=1, progress=True)
     chat = not args.raw and getattr(engine.tokenizer, "chat_template", None)
-    prompt = engine.prompts.encode_chat([{"role": "user", "content": args.prompt}]) if chat else args.prompt
-    engine.add_request("generate", prompt, params)
+    ids = (engine.prompts.encode_chat([{"role": "user", "content": args.prompt}]) if chat
+           else engine.prompts.encode(args.prompt))
+    n = args.max_tokens or max(1, min(128, engine.max_model_len - len(ids)))
+    engine.add_request("generate", ids, SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=n))
     start, shown = time.perf_counter(), 0
     while engine.has_unfinished():
         for out in engine.step():
             text = out.outputs[0].text
             if not args.json: print(text[shown:], end="", flush=True)
             shown = len(text)
-    seconds = time.perf_counter() - start
-    if args.json: print(json.dumps(as_json(out, engine.stats(), seconds)))
-    else: print(flush=True)
-    print("\n" + pool_line(engine.stats(), seconds), file=sys.stderr)
+    return finish(args, out, engine.stats(), time.perf_counter() - start)
+
+def finish(args: argparse.Namespace, out, stats, seconds: float) -> int:
+    "The line about the pool or the JSON object; the exit status."
+    print(json.dumps(as_json(out, stats, seconds)) if args.json else "", flush=True)
+    print("\n" + pool_line(stats, seconds), file=sys.stderr)
     if out.error: print(f"pagedlm: error: {out.error}", file=sys.stderr)
     return 1 if out.error else 0
 
@@ -83,10 +89,11 @@ def add_generate(sub):
     p.add_argument("prompt", metavar="PROMPT", help="what to ask; quote it")
     model_options(p)
     p.add_argument("--raw", action="store_true", help="continue the prompt as it stands: no chat template")
-    p.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="at most this many (default: 128)")
+    p.add_argument("--max-tokens", type=positive, metavar="N", help="at most this many (default: 128, or what fits)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T",
                    help="0 always takes the likeliest token (default); up to 2")
     p.add_argument("--seed", type=int, metavar="N", help="repeat a sampled answer")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto, the GPU where there is one)")
     p.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens in a block (default: 16)")
     p.add_argument("--num-blocks", type=positive, metavar="N", help="blocks in the pool (default: from free memory)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
@@ -123,6 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     "The console script: an exit status. What a user got wrong is one line on stderr and status 2."
     args = parser().parse_args(argv)
     try: return args.run(args)
+    except BrokenPipeError:   # `| head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # nothing is left to flush
+        return 1
     except (ValueError, OSError, RuntimeError) as e: print(f"pagedlm: error: {e}", file=sys.stderr)
     except KeyboardInterrupt: return 130
     return 2

@@ -20,9 +20,9 @@ from .sharing import BlockManager
 
 # %% auto #0
 __all__ = ['Tables', 'Runner', 'Detokenizer', 'check_limits', 'resolve_max_model_len', 'available_memory', 'pool_size',
-           'check_text', 'Prompts', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats',
-           'Books', 'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids',
-           'as_batch', 'one_each', 'serve_all', 'LLM']
+           'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput',
+           'Request', 'EngineStats', 'Books', 'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows',
+           'find_tokenizer', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -113,11 +113,12 @@ class Detokenizer:
 
 # %% ../nbs/09_engine.ipynb #limits
 def check_limits(**limits: int | None):
-    "Each must be a whole number from 1, or None where the engine may choose."
+    "Each must be a whole number that makes sense, or None where the engine may choose."
     for name, n in limits.items():
         if n is None and name in ("num_blocks", "max_model_len"): continue
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more, not {n!r}")
+        least = 2 if name == "max_model_len" else 1   # a prompt token and a new one
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, not {n!r}")
 
 # %% ../nbs/09_engine.ipynb #model-len
 def resolve_max_model_len(asked: int | None, model: int, num_slots: int) -> int:
@@ -149,13 +150,14 @@ def pool_size(asked: int | None, block_bytes: int, most: int, device: torch.devi
                          f"{budget:,} bytes that are free for them: use fewer or smaller blocks")
     return asked or min(most, budget // block_bytes)
 
-# %% ../nbs/09_engine.ipynb #prompts
+# %% ../nbs/09_engine.ipynb #check-text
 def check_text(text: str) -> str:
     "Text that can be encoded; a half surrogate, from a terminal's bytes that are no UTF-8, cannot."
     try: text.encode()
     except UnicodeEncodeError as e: raise ValueError(f"the prompt is not valid Unicode: {e}") from None
     return text
 
+# %% ../nbs/09_engine.ipynb #prompts
 class Prompts:
     "Turns what a user asks into token ids, or into a ValueError that says what is wrong with it."
     def __init__(self, tokenizer, config: ModelConfig, max_model_len: int):
@@ -174,6 +176,7 @@ class Prompts:
         "A conversation in the model's chat template, ready for the assistant's turn."
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("this model has no chat template: use generate")
+        check_messages(messages)
         try: text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as e: raise ValueError(f"the chat template refuses these messages: {e}") from e
         return self.tokenizer(check_text(text), add_special_tokens=False)["input_ids"]
@@ -193,6 +196,14 @@ class Prompts:
         return params
 
 # %% ../nbs/09_engine.ipynb #max-tokens
+def check_messages(messages):
+    "A conversation is a list of messages, each with a role and a content, both text."
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages must be a list of {{'role', 'content'}}, and not empty: {messages!r:.80}")
+    for m in messages:
+        if not isinstance(m, dict) or set(m) != {"role", "content"} or not all(isinstance(t, str) for t in m.values()):
+            raise ValueError(f"a message has a role and a content, both str, and nothing else: {m!r:.80}")
+
 def resolve_max_tokens(asked: int | None, num_prompt: int, max_model_len: int) -> int:
     "How many tokens may be generated; ValueError, with the numbers, if prompt and tokens cannot fit."
     room = max_model_len - num_prompt
@@ -257,7 +268,7 @@ class Request:
 
     def output(self) -> RequestOutput:
         out = CompletionOutput(0, self.text, list(self.seq.output), self.finish_reason, self.stop_reason)
-        return RequestOutput(self.seq.request_id, self.prompt, self.seq.prompt, [out],
+        return RequestOutput(self.seq.request_id, self.prompt, list(self.seq.prompt), [out],
                              self.finish_reason is not None, self.error)
 
 # %% ../nbs/09_engine.ipynb #stats
@@ -308,6 +319,7 @@ class Requests:
     def __init__(self, model: Model, tokenizer, blocks: BlockManager, kv: KVCache, *, max_num_seqs: int,
                  max_num_batched_tokens: int, max_model_len: int, seed: int):
         self.tokenizer, self.blocks, self.seed, self.max_model_len = tokenizer, blocks, seed, max_model_len
+        max_num_seqs = min(max_num_seqs, blocks.num_blocks)   # each needs a block
         self.scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.runner = Runner(model, kv, max_num_seqs, -(-max_model_len // kv.block_size))
         self.prompts, self.books, self.config = Prompts(tokenizer, model.config, max_model_len), Books(blocks), model.config
@@ -319,6 +331,7 @@ class Requests:
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None):
         "Queue a request. ValueError if it is invalid, can never fit, or its id is in use."
         self.check_open()
+        if not isinstance(request_id, str): raise ValueError(f"a request id is a str, not {request_id!r}")
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
         params = self.prompts.check_params(params)
         ids, number = self.prompts.encode(prompt), self.num_requests
@@ -386,10 +399,13 @@ class Engine(Lifecycle):
                  max_model_len: int | None = None, seed: int = 0, progress: bool = False):
         check_limits(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
                      max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
+        if type(seed) is not int: raise ValueError(f"seed must be an int, not {seed!r}")
         if not isinstance(model, Model):
             name = model
             model = load_model(name, dtype=dtype, device=device, progress=progress)
             tokenizer = tokenizer or find_tokenizer(name)
+        elif (dtype, device) != ("auto", "auto"):
+            raise ValueError(f"dtype={dtype!r} and device={device!r} come too late: the model is loaded")
         c = model.config
         shape = (block_size, c.num_kv_heads, c.head_dim)
         most = max_num_seqs * -(-(max_model_len or c.max_model_len) // block_size)
@@ -449,23 +465,29 @@ def is_ids(p) -> bool:
 
 def as_batch(x, is_one) -> list:
     "A list of prompts, from one prompt or several."
-    return [x] if is_one(x) else list(x)
+    if is_one(x): return [x]
+    if not isinstance(x, (list, tuple)): raise ValueError(f"expected one input or a list of them, not {x!r:.80}")
+    return list(x)
 
 def one_each(params, n: int) -> list:
-    "One SamplingParams (or None) for each of `n` prompts."
-    params = list(params) if isinstance(params, (list, tuple)) else [params] * n
+    "One SamplingParams for each of `n` prompts; None alone is the default for all."
+    params = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * n
+    if None in params: raise ValueError("sampling_params has a None: give a SamplingParams for each prompt")
     if len(params) != n: raise ValueError(f"{len(params)} sampling_params for {n} prompts: give one, or one each")
     return params
 
 def serve_all(engine: Engine, prompts: list, params: list) -> list[RequestOutput]:
     "Add all requests, or none; step until all have ended; their outputs in order."
+    engine.check_open()
+    if engine.has_unfinished(): raise RuntimeError("the engine still has requests that somebody added: finish or abort them")
     ids, done = [f"generate-{engine.num_requests + i}" for i in range(len(prompts))], {}
     try:
         for request in zip(ids, prompts, params): engine.add_request(*request)
-        while not all(i in done for i in ids): done |= {o.request_id: o for o in engine.step() if o.finished}
+        while engine.has_unfinished(): done |= {o.request_id: o for o in engine.step() if o.finished}
     except BaseException:   # an invalid prompt, or Ctrl-C
         engine.drop(ids)
         raise
+    if len(done) < len(ids): raise RuntimeError("somebody else stepped this engine and took the outputs")
     return [done[i] for i in ids]
 
 # %% ../nbs/09_engine.ipynb #llm
@@ -487,7 +509,7 @@ class LLM:
         """Answers to a conversation (a list of {"role", "content"}) or to a list of them,
         through the model's chat template. Default: up to `max_model_len` tokens."""
         self.engine.check_open()
-        chats = as_batch(messages, lambda m: bool(m) and isinstance(m[0], dict))
+        chats = as_batch(messages, lambda m: isinstance(m, (list, tuple)) and bool(m) and isinstance(m[0], dict))
         prompts = [self.engine.prompts.encode_chat(m) for m in chats]
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None))
 

