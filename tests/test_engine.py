@@ -324,7 +324,12 @@ def tokenizer():
 def test_text_that_is_no_text(model, tokenizer):
     engine = Engine(model, tokenizer=tokenizer, num_blocks=8)
     with pytest.raises(ValueError, match="not valid Unicode"): engine.add_request("0", "bad \udce9", greedy())
-    with pytest.raises(ValueError, match="chat template refuses"): engine.prompts.encode_chat([{"role": "user"}, 3])
+
+
+def test_a_template_that_refuses(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system role here') }}")
+    with pytest.raises(ValueError, match="template refuses these messages: no system role here"):
+        Engine(model, tokenizer=tokenizer, num_blocks=8).prompts.encode_chat([{"role": "system", "content": "hi"}])
 
 
 def test_threads_that_share_an_llm(model, solo):
