@@ -381,8 +381,7 @@ class Lifecycle(Requests):
     def close(self):
         "Give the memory of model and pool back; live requests are lost. Twice is fine."
         self.runner = self.tokenizer = None
-        for r in list(self.requests.values()): self.end(r, "abort")
-        self.report([])
+        self.drop(list(self.requests))
 
 # %% ../nbs/09_engine.ipynb #engine
 class Engine(Lifecycle):
@@ -430,9 +429,10 @@ def run_plan(engine: Engine, plan: Plan) -> list[Request]:
     try:
         logits = engine.runner.execute(plan)
         tokens, errors = sample_rows(logits, sampling, engine.tokenizer)
-    except Exception as e:
+    except BaseException as e:   # whatever it was, these rows are lost; Ctrl-C goes on to the caller
         for r in plan.rows: engine.end(engine.by_seq[r.seq_id], "error", f"the model failed: {type(e).__name__}: {e}")
-        return []
+        if isinstance(e, Exception): return []
+        raise
     for r, message in errors: engine.end(r, "error", message)
     grown = [engine.by_seq[seq.seq_id] for seq in engine.scheduler.update(plan, tokens)]
     engine.books.generation_tokens += len(grown)

@@ -316,6 +316,25 @@ def test_close_gives_the_memory_back(model):
     with pytest.raises(RuntimeError, match="closed"): llm.generate(PROMPTS[1])
 
 
+def test_close_with_requests_in_every_state(model):
+    engine = Engine(model, num_blocks=64, max_num_seqs=1)
+    for i in range(3): engine.add_request(str(i), PROMPTS[i], greedy())
+    engine.step()
+    engine.abort("0")
+    engine.close()
+    assert not engine.has_unfinished() and engine.stats().used_blocks == 0
+
+
+def test_an_interrupted_step_leaves_the_engine_whole(model, solo):
+    def interrupt(logits): raise KeyboardInterrupt
+    engine = broken(model, 3, interrupt, num_blocks=64, max_num_seqs=2)
+    for i in range(3): engine.add_request(str(i), PROMPTS[i], greedy())
+    with pytest.raises(KeyboardInterrupt):
+        while True: engine.step()
+    done = drain(engine)
+    assert done["0"].error and done["1"].error and done["2"].outputs[0].token_ids == solo[2]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("smollm2")
