@@ -33,6 +33,12 @@ def close(got, want):
     rtol = TOLERANCE[got.dtype]
     assert_close(got.double(), want, rtol=rtol, atol=min(rtol, 2e-5))
 
+def windowed(q, k, v, scale=None, window=None):
+    "The oracle with a window: the query at position p sees the keys at j <= p with p - j < window"
+    if window is None: return dense_attention(q, k, v, scale)
+    p, j = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+    return partial_attention(q, k, v, scale, (j <= p) & (p - j < window))[0]
+
 class Case:
     "A random batch: pool poisoned wherever no context lies, dense float64 K and V beside it"
     def __init__(self, lens, block_size, heads=4, kv_heads=2, dim=16, dtype=torch.float32, seed=0, index=torch.int32):
@@ -56,14 +62,14 @@ class Case:
         starts = torch.tensor([0] + [q for q, _ in lens]).cumsum(0)
         self.batch = PagedBatch(self.tables.to(index), torch.tensor([c for _, c in lens]).to(index), starts.to(index), block_size)
 
-    def expected(self, scale=None):
+    def expected(self, scale=None, window=None):
         rows = self.q.double().split([q for q, _ in self.lens])
-        return torch.cat([dense_attention(q, k, v, scale) for q, (k, v) in zip(rows, self.dense)])
+        return torch.cat([windowed(q, k, v, scale, window) for q, (k, v) in zip(rows, self.dense)])
 
-    def check(self, got=None, scale=None):
-        got = paged_attention(self.q, self.k, self.v, self.batch, scale) if got is None else got
+    def check(self, got=None, scale=None, window=None):
+        got = paged_attention(self.q, self.k, self.v, self.batch, scale, window) if got is None else got
         assert got.dtype == self.q.dtype and got.shape == self.q.shape
-        close(got, self.expected(scale))
+        close(got, self.expected(scale, window))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -180,7 +186,92 @@ def test_inputs_stay_as_they_were():
     for a, b in zip(before, (case.q, case.k, case.v, case.batch.block_tables)): assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+# --- a sliding window
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 19, 99, 100, 1000])
+def test_window_in_mixed_batches(window, dtype):
+    heads = [(4, 4), (6, 2), (7, 1)][window % 3]
+    Case(lengths(4), 4, *heads, dtype=dtype).check(window=window)
+    Case([(1, c) for c in (1, 3, 4, 5, 19, 150, 2, 40, 41, 60)], 8, *heads, dtype=dtype).check(window=window)
+
+@pytest.mark.parametrize("seed", range(15))
+def test_random_windows(seed):
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda n: int(torch.randint(n, (1,), generator=g))
+    lens = []
+    for _ in range(1 + pick(12)):
+        ctx = 1 + pick(120)
+        lens.append((1 if pick(2) else 1 + pick(ctx), ctx))
+    dtype = [torch.float32, torch.float64, torch.bfloat16, torch.float16][seed % 4]
+    Case(lens, 1 + pick(20), 6, 2, 8, dtype, seed).check(window=1 + pick(90))
+
+@pytest.mark.parametrize("window", [1, 4, 30])
+def test_windowed_gathered_decode(window):
+    case = Case([(1, c) for c in (1, 3, 4, 5, 19, 150, 2, 2, 2, 40, 41, 60)], 4, 6, 2)
+    case.check(attention._decode_gathered(case.q, case.k, case.v, case.batch, 16 ** -0.5, window), window=window)
+
+def test_window_is_the_textbook_formula():
+    "Key j is seen by the query at position i if and only if 0 <= i - j < window; prompt, chunks and decode agree"
+    case, window = Case([(11, 11)], 4, 4, 2, dtype=torch.float64), 3
+    (k, v), whole = case.dense[0], paged_attention(case.q, case.k, case.v, case.batch, window=3)
+    for i in range(11):
+        seen = range(max(0, i - window + 1), i + 1)
+        for h in range(4):
+            p = (k[seen, h // 2] @ case.q[i, h] / 4).softmax(0)
+            assert_close(whole[i, h], p @ v[seen, h // 2])
+    for cuts in ([0, 5, 6, 11], range(12), [0, 2, 11]):
+        for a, b in zip(cuts, cuts[1:]):
+            step = PagedBatch(case.batch.block_tables, torch.tensor([b]), torch.tensor([0, b - a]), 4)
+            assert_close(paged_attention(case.q[a:b], case.k, case.v, step, window=3), whole[a:b])
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_window_wider_than_the_context_changes_nothing(dtype):
+    case = Case(lengths(4), 4, dtype=dtype)
+    assert_close(paged_attention(case.q, case.k, case.v, case.batch, window=100), paged_attention(case.q, case.k, case.v, case.batch))
+    with pytest.raises(AssertionError): case.check(paged_attention(case.q, case.k, case.v, case.batch, window=99))
+
+def test_a_batch_serves_layers_of_different_windows():
+    "What is built once a step is built once for each window"
+    for lens in (lengths(4), [(1, c) for c in (1, 3, 30, 31)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = Case(lens, 4, dtype=dtype)
+            for window in (None, 7, None, 2, 7): case.check(window=window)
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_keys_that_left_the_window_are_not_read(dtype):
+    "Their blocks may belong to others by now"
+    case, window = Case([(1, 30), (6, 30), (1, 5), (30, 30)], 4, dtype=dtype), 9
+    want = case.expected(window=window)
+    for row, (query, ctx) in zip(case.tables, case.lens):
+        gone = row[:max(0, ctx - query - window + 1) // 4]
+        case.k[gone], case.v[gone] = torch.nan, torch.nan
+    assert case.k.isnan().sum() > 0
+    close(paged_attention(case.q, case.k, case.v, case.batch, window=window), want)
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_holds_at_least_the_query(window):
+    case = Case(lengths(4), 4)
+    error(lambda: paged_attention(case.q, case.k, case.v, case.batch, window=window), "window", window)
+
+
 # --- the batch
+
+def test_to_another_device_with_its_lens():
+    "Nobody asks the other device for numbers that the host has (the meta device has none to give)"
+    b = PagedBatch(torch.tensor([[7, 1, 3]]), torch.tensor([9]), torch.tensor([0, 2]), 4)
+    moved = attention.to_device(b, torch.device("meta"))
+    assert moved.lens == b.lens == [(0, 2, 9)] and moved.block_size == 4
+    assert {t.device.type for t in (moved.block_tables, moved.context_lens, moved.query_starts)} == {"meta"}
+
+def test_garbage_behind_the_last_block():
+    for lens in (lengths(4), [(1, c) for c in (1, 3, 30, 31)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = Case(lens, 4, dtype=dtype)
+            for row, (_, ctx) in zip(case.tables, lens): row[-(-ctx // 4):] = 2**31 - 1
+            b = case.batch
+            case.batch = PagedBatch(case.tables.int(), b.context_lens, b.query_starts, 4)
+            case.check()
 
 def test_positions_and_slots():
     b = PagedBatch(torch.tensor([[7, 1, 3], [5, 2, 0], [4, 9, 9]], dtype=torch.int32), torch.tensor([9, 6, 0]), torch.tensor([0, 1, 5, 5]), 4)

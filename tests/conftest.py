@@ -1,0 +1,11 @@
+"The marker `cuda`: tests that need a GPU, skipped where there is none."
+import pytest
+import torch
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where there is none")
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available(): return
+    for item in items:
+        if "cuda" in item.keywords: item.add_marker(pytest.mark.skip(reason="no CUDA device"))
