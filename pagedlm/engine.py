@@ -11,25 +11,27 @@ from pathlib import Path
 from threading import Lock
 import torch
 from torch import Tensor
-from .attention import PagedBatch
+from .attention import PagedBatch, slots_at, to_device
 from .blocks import KVCache
+from .kernels import check_kernel_block_size, pick_backend
 from .models import Model, ModelConfig, load_model, load_tokenizer
 from .sampling import SamplingParams, make_stream, sample
 from .scheduler import Plan, Scheduler, Sequence
 from .sharing import BlockManager
 
 # %% auto #0
-__all__ = ['Tables', 'Runner', 'Detokenizer', 'check_limits', 'resolve_max_model_len', 'available_memory', 'pool_size',
-           'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput',
-           'Request', 'EngineStats', 'Books', 'Requests', 'Lifecycle', 'Engine', 'run_plan', 'sample_rows',
-           'find_tokenizer', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'LLM']
+__all__ = ['Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'Detokenizer', 'check_limits',
+           'resolve_max_model_len', 'available_memory', 'pool_size', 'check_text', 'Prompts', 'check_messages',
+           'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats', 'Books', 'Requests',
+           'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids', 'as_batch', 'one_each',
+           'serve_all', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
     """The block tables of all live sequences, each a row of one tensor `[max_num_seqs,
     max_blocks]` int32. Plans edit it; what lies behind a table's last block is noise."""
-    def __init__(self, max_num_seqs: int, max_blocks: int):
-        self.data = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32)
+    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device | str = "cpu"):
+        self.data = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.row_of: dict[int, int] = {}       # seq_id -> its row
         self.num_blocks: dict[int, int] = {}   # seq_id -> blocks in that row
         self.free_rows = list(range(max_num_seqs))[::-1]
@@ -53,33 +55,96 @@ class Tables:
             cols += range(n, n + len(r.blocks))
             blocks += r.blocks
             self.num_blocks[r.seq_id] = n + len(r.blocks)
-        if blocks: self.data[rows, cols] = torch.tensor(blocks, dtype=torch.int32)
+        if blocks:
+            row, col, block = torch.tensor([rows, cols, blocks]).to(self.data.device)
+            self.data[row, col] = block.int()
 
 # %% ../nbs/09_engine.ipynb #runner-class
 class Runner:
-    "Executes plans on one device. It decides nothing."
-    def __init__(self, model: Model, kv: KVCache, max_num_seqs: int, max_blocks: int):
-        self.model, self.kv, self.tables = model, kv, Tables(max_num_seqs, max_blocks)
+    "Executes plans on one device and decides nothing. `graphs`: record decode steps? (None: on a GPU.)"
+    def __init__(self, model: Model, kv: KVCache, max_num_seqs: int, max_blocks: int,
+                 graphs: bool | None = None):
+        self.model, self.kv = model, kv
+        self.tables = Tables(max_num_seqs, max_blocks, model.device)
+        if graphs is None: graphs = pick_backend(model.device) == "triton" and model.device.type == "cuda"
+        self.graphs = DecodeGraphs(model, kv, self.tables) if graphs else None
 
     def batch(self, plan: Plan) -> PagedBatch:
         "The step's index tensors: tables, context lengths and the first query row of each."
         lens = torch.tensor([len(r.tokens) for r in plan.rows])
         context = torch.tensor([r.position + len(r.tokens) for r in plan.rows])
         width = -(-int(context.max()) // self.kv.block_size)
-        rows = self.tables.data[[self.tables.row_of[r.seq_id] for r in plan.rows], :width]
+        rows = torch.tensor([self.tables.row_of[r.seq_id] for r in plan.rows])
+        tables = self.tables.data[rows.to(self.model.device), :width]
         starts = torch.cat([lens.new_zeros(1), lens.cumsum(0)])
-        device = self.model.device
-        return PagedBatch(rows.to(device), context.to(device), starts.to(device), self.kv.block_size)
+        return to_device(PagedBatch(tables, context, starts, self.kv.block_size), self.model.device)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Tensor:
         "Logits `[num_sampling_rows, vocab_size]` float32 of the rows that sample, in plan order."
         self.tables.update(plan)
+        if plan.copies: self.kv.copy(plan.copies)
+        ends = [i for i, r in enumerate(plan.rows) if r.samples]
+        if self.graphs and all(len(r.tokens) == 1 for r in plan.rows): return self.graphs.run(plan)[ends]
         ids = torch.tensor([t for r in plan.rows for t in r.tokens], device=self.model.device)
         batch = self.batch(plan)
-        last = (batch.query_starts[1:] - 1).tolist()
-        wanted = [i for i, r in zip(last, plan.rows) if r.samples]
-        return self.model(ids, batch, self.kv, torch.tensor(wanted, dtype=torch.long, device=ids.device))
+        wanted = torch.tensor([sum(batch.lens[i][:2]) - 1 for i in ends], dtype=torch.long)
+        return self.model(ids, batch, self.kv, wanted.to(ids.device))
+
+# %% ../nbs/09_engine.ipynb #graph-sizes
+def graph_sizes(largest: int) -> list[int]:
+    "Padded batch sizes: 1, 2, 4, the multiples of 8, and `largest` itself."
+    return sorted({n for n in (1, 2, 4, *range(8, largest, 8), largest) if n <= largest})
+
+def record(step, device: torch.device, pool=None):
+    """(replay, result): what runs `step()` again, and where its result then stands. On a GPU this is
+    a CUDA graph; elsewhere `replay` just calls `step`, so that the padding can be tested anywhere."""
+    result = step()                       # compiles the kernels, and fills what is made once
+    if device.type != "cuda": return lambda: result.copy_(step()), result
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool): result = step()
+    return graph.replay, result
+
+# %% ../nbs/09_engine.ipynb #padded-step
+def padded_step(model: Model, kv: KVCache, tables: Tables, inputs: Tensor):
+    """A decode step as a function of tensors alone: `inputs` [3, size] has a token, a context length
+    and a row of the tables for each sequence, and zeros for a padded one."""
+    tokens, context, rows = inputs
+    everyone, room = torch.arange(len(rows) + 1, device=rows.device), tables.data.shape[1] * kv.block_size
+    batch = PagedBatch(tables.data[rows], torch.ones_like(context), everyone, kv.block_size)
+    batch.lens = [(i, 1, room) for i in range(len(rows))]        # all that the host may rely on
+    batch.context_lens = context                                 # filled before each replay
+    def step() -> Tensor:
+        batch.block_tables, batch.positions = tables.data[rows], (context - 1).clamp(min=0)
+        slots = slots_at(batch, everyone[:-1], batch.positions)
+        batch.slots = slots.where(context > 0, -1)
+        return model(tokens, batch, kv, everyone[:-1])
+    return step
+
+# %% ../nbs/09_engine.ipynb #graphs
+class DecodeGraphs:
+    """Decode steps over padded batch sizes, each recorded when it is first needed. The kernels must
+    take context 0 and slot -1, as those of `pagedlm.kernels` do."""
+    def __init__(self, model: Model, kv: KVCache, tables: Tables):
+        self.model, self.kv, self.tables = model, kv, tables
+        self.inputs = torch.zeros(3, len(tables.data), dtype=torch.long, device=model.device)
+        self.pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+        self.sizes, self.recorded = graph_sizes(len(tables.data)), {}
+
+    def run(self, plan: Plan) -> Tensor:
+        "Logits `[num_rows, vocab_size]` of a plan of single tokens; they stand until the next run."
+        n = len(plan.rows)
+        size = next(s for s in self.sizes if s >= n)
+        rows = [(r.tokens[0], r.position + 1, self.tables.row_of[r.seq_id]) for r in plan.rows]
+        inputs = self.inputs[:, :size]
+        inputs.copy_(torch.tensor(rows + [(0, 0, 0)] * (size - n)).T)
+        if size not in self.recorded:
+            step = padded_step(self.model, self.kv, self.tables, inputs)
+            self.recorded[size] = record(step, self.model.device, self.pool)
+        replay, logits = self.recorded[size]
+        replay()
+        return logits[:n]
 
 # %% ../nbs/09_engine.ipynb #detok
 class Detokenizer:
@@ -406,6 +471,7 @@ class Engine(Lifecycle):
         elif (dtype, device) != ("auto", "auto"):
             raise ValueError(f"dtype={dtype!r} and device={device!r} come too late: the model is loaded")
         c = model.config
+        if pick_backend(model.device) == "triton": check_kernel_block_size(block_size)
         shape = (block_size, c.num_kv_heads, c.head_dim)
         most = max_num_seqs * -(-(max_model_len or c.max_model_len) // block_size)
         num_blocks = pool_size(num_blocks, KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)

@@ -38,8 +38,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import PagedBatch, paged_attention
+from .attention import PagedBatch
 from .blocks import KVCache
+from .kernels import attend
 
 # %% ../nbs/07_models.ipynb #family
 @dataclass(frozen=True)
@@ -748,7 +749,7 @@ def write_and_attend(q: Tensor, k: Tensor, v: Tensor, *, kv: KVCache, i: int,
                      batch: PagedBatch) -> Tensor:
     """Attention of layer `i`: write this step's K and V into the pool, then read."""
     kv.write(i, batch.slots, k, v)
-    return paged_attention(q, *kv.layer(i), batch)
+    return attend(q, *kv.layer(i), batch)
 
 # %% ../nbs/07_models.ipynb #model
 class Model:
