@@ -176,7 +176,7 @@ class Moves(Queues):
         n = min(seq.remaining, draft.budget)
         while n and seq.status is Status.RUNNING:
             added = self.blocks.append(seq.seq_id, n)
-            if added is not None: return draft.give(seq, n, added)
+            if added is not None: return draft.give(seq, n, added.blocks)
             self.preempt(self.victim(), draft)
 
     def victim(self) -> Sequence:
@@ -198,7 +198,7 @@ class Moves(Queues):
         if not (line and draft.budget and len(self.running) < self.max_num_seqs):
             return False
         spare = int(self.watermark * self.blocks.num_blocks) if self.running else 0
-        need = self.blocks.blocks_needed(line[0].seq_id, line[0].num_tokens)
+        need = self.blocks.blocks_needed(line[0].seq_id, n=line[0].num_tokens)
         return need + spare <= self.blocks.num_free
 
     def admit(self, draft: Draft):
@@ -207,7 +207,7 @@ class Moves(Queues):
         seq.status = Status.RUNNING
         insort(self.running, seq, key=attrgetter("arrival"))
         n = min(seq.remaining, draft.budget)
-        draft.give(seq, n, self.blocks.append(seq.seq_id, n, reserve=seq.num_tokens))
+        draft.give(seq, n, self.blocks.append(seq.seq_id, n, reserve=seq.num_tokens).blocks)
 
 # %% ../nbs/05_scheduling.ipynb #scheduler
 class Scheduler(Moves):

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedlm.blocks import BlockAllocator, BlockTable, KVCache, blocks_for, first_use
-from pagedlm.sharing import BlockManager, filled_slots
+from pagedlm.sharing import BlockManager, Growth, filled_slots
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
 BLOCK_SIZES = [1, 3, 16]
@@ -55,6 +55,16 @@ class AllocatorMachine(RuleBasedStateMachine):
                 self.allocator.share(block)
 
     @rule(block=st.integers(-3, 10))
+    def take(self, block):
+        if block in self.free:
+            self.allocator.take(block)
+            self.free.remove(block)
+            self.refs[block] = 1
+        else:
+            with pytest.raises(ValueError, match=f"block {block} "):
+                self.allocator.take(block)
+
+    @rule(block=st.integers(-3, 10))
     def release(self, block):
         if not self.refs[block]:
             with pytest.raises(ValueError, match=f"block {block} "):
@@ -68,7 +78,10 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def agree(self):
         if hasattr(self, "free"):
-            assert list(self.allocator.queue) == self.free
+            queue = self.allocator.queue
+            assert list(queue) == self.allocator.free_blocks() == self.free
+            ring = [queue.end, *self.free, queue.end]       # both ways round
+            assert all(queue.next[a] == b and queue.prev[b] == a for a, b in zip(ring, ring[1:]))
             assert self.allocator.num_free == len(self.free)
             for block in range(self.allocator.num_blocks):
                 assert self.allocator.ref_count(block) == self.refs[block]
@@ -89,15 +102,16 @@ class ManagerMachine(RuleBasedStateMachine):
         while (blocks + need) * self.size < max(tokens + n, reserve):
             need += 1
         wanted = max(tokens + n, reserve)
-        assert self.manager.blocks_needed(seq_id, wanted) == need
+        assert self.manager.blocks_needed(seq_id, n, reserve) == need
         before = self.snapshot()
         added = self.manager.append(seq_id, n, reserve)
         if need > self.manager.num_blocks - sum(self.blocks.values()):
             assert added is None and self.snapshot() == before
         else:
-            assert len(added) == need and added == before[0][:need]
+            assert len(added.blocks) == need and added.blocks == before[0][:need]
+            assert (added.first, added.copies) == (blocks, [])
             self.tokens[seq_id], self.blocks[seq_id] = tokens + n, blocks + need
-            assert self.manager.table(seq_id).blocks[blocks:] == added
+            assert self.manager.table(seq_id).blocks[blocks:] == added.blocks
 
     @rule(seq_id=st.integers(0, 4))
     def free(self, seq_id):
@@ -188,8 +202,8 @@ def test_freeing_a_sequence_twice_names_it():
 
 def test_no_block_for_a_token_that_fits():
     manager = BlockManager(1, 4)
-    assert manager.append(0, 3) == [0] and manager.num_free == 0
-    assert manager.append(0) == []                                  # 3 -> 4
+    assert manager.append(0, 3).blocks == [0] and manager.num_free == 0
+    assert manager.append(0) == Growth(1, [], [])                   # 3 -> 4
     assert manager.append(0) is None                                # 4 -> 5
     assert manager.table(0).num_tokens == 4
     manager.check()
@@ -198,7 +212,7 @@ def test_no_block_for_a_token_that_fits():
 def test_the_fifth_token_takes_exactly_one_block():
     manager = BlockManager(2, 4)
     manager.append(0, 4)
-    assert manager.append(0) == [1] and manager.append(0) == []
+    assert manager.append(0) == Growth(1, [1], []) and manager.append(0) == Growth(2, [], [])
 
 
 @given(st.sampled_from([1, 3, 4, 12, 16, 48]), st.lists(st.integers(0, 50), max_size=12))
@@ -223,13 +237,13 @@ def test_bad_block_sizes_are_refused_by_everyone(block_size):
 
 def test_reserve_holds_the_whole_prompt_while_chunks_fill_it():
     manager = BlockManager(6, 4)
-    assert len(manager.append(0, 5, reserve=18)) == 5
+    assert manager.append(0, 5, reserve=18) == Growth(0, [0, 1, 2, 3, 4], [])
     for n, total in ((5, 10), (5, 15), (3, 18)):
-        assert manager.append(0, n, reserve=18) == []
+        assert manager.append(0, n, reserve=18).blocks == []
         assert manager.table(0).num_tokens == manager.num_filled_slots == total
         manager.check()
     assert manager.table(0).entries() == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 2)]
-    assert manager.append(0, 3) == [5]
+    assert manager.append(0, 3).blocks == [5]
 
 
 def test_a_refusal_changes_nothing_and_begins_nothing():
@@ -238,7 +252,7 @@ def test_a_refusal_changes_nothing_and_begins_nothing():
     for n, reserve in ((5, 0), (1, 5), (0, 8)):
         assert manager.append(1, n, reserve) is None
         assert 1 not in manager.tables and manager.num_free == 1
-    assert manager.append(1, 4) == [2]
+    assert manager.append(1, 4).blocks == [2]
     with pytest.raises(ValueError, match="-1"):
         manager.append(1, -1)
 
@@ -257,12 +271,14 @@ CORRUPTIONS = {
     "count 0": lambda m: m.allocator.refs.__setitem__(1, 0),
     "count 1, but 0": lambda m: m.allocator.refs.__setitem__(7, 1),
     "is free, but": lambda m: m.allocator.free(m.table(0).blocks[0]),
-    "twice in the free queue": lambda m: m.allocator.queue.append(7),
+    "queue of 4 is torn": lambda m: m.allocator.queue.append(7),
     "only 8 slots": lambda m: setattr(m.table(1), "num_tokens", 9),
     "has a block twice": lambda m: m.table(0).blocks.append(0),
     "count 1, but 2": lambda m: m.table(0).blocks.append(3),
     "do not exist": lambda m: m.table(0).blocks.append(99),
     "!= 8": lambda m: m.allocator.queue.remove(7),
+    "queue of 3 is torn": lambda m: m.allocator.queue.link(7, 5),
+    "queue of 5 is torn": lambda m: setattr(m.allocator.queue, "size", 5),
 }
 
 
@@ -279,11 +295,7 @@ def test_check_and_filled_slots_know_shared_blocks():
     "Two tables over one prompt, as a fork makes them; the one that is longer counts."
     manager = BlockManager(4, 4)
     manager.append(0, 7)
-    for block in manager.table(0).blocks:
-        manager.allocator.share(block)
-    with pytest.raises(AssertionError, match="count 2, but 1 tables"):
-        manager.check()
-    manager.tables[1] = BlockTable(4, list(manager.table(0).blocks), 6)
+    manager.fork(0, 1, 6)
     manager.check()
     swapped = [manager.table(1), manager.table(0)]
     assert manager.num_filled_slots == filled_slots(swapped) == 7
