@@ -8,16 +8,39 @@ import json
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module, metadata
+from itertools import product
 from pathlib import Path
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 from . import __version__
+from .attention import PagedBatch, dense_attention, paged_attention, to_device
+from .blocks import KVCache, blocks_for
+from .kernels import (
+    BLOCK_SIZES, Swapper, launch_pack, pick_backend, planes, torch_copy, torch_write, triton_attend,
+    triton_copy, triton_problem, triton_write)
+from .models import Model, ModelConfig, Weights, pick_device, pick_dtype
 
 # %% auto #0
-__all__ = ['ENGINES', 'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed',
-           'peak_rss_mb', 'check_arguments', 'check_lengths', 'throughput']
+__all__ = ['ENGINES', 'TOLERANCE', 'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED', 'FIGURE_18A', 'FIGURE_19A', 'SHAPES',
+           'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed',
+           'peak_rss_mb', 'check_arguments', 'check_lengths', 'throughput', 'Case', 'decode', 'attention_bytes',
+           'attention_flops', 'Rig', 'by_events', 'by_wall', 'take_times', 'spread', 'measure_copy', 'roof', 'Paged',
+           'paginate', 'make_paged', 'exact_attention', 'outcome', 'reason', 'sdpa', 'sdpa_calls', 'varlen_call',
+           'flash_attn_call', 'vllm_call', 'most', 'flashinfer_call', 'peer_calls', 'repage', 'our_call', 'other_calls',
+           'against', 'attention', 'attention_cases', 'figure_18a', 'launches', 'moved', 'largest', 'block_write',
+           'make_pool', 'loop_copy', 'block_copy', 'pack', 'loop_transfer', 'swap_ways', 'swap', 'in_turn', 'paper_19a',
+           'RandomWeights', 'model_shape', 'shape_that_fits', 'recompute', 'jobs', 'describe', 'figure_19a',
+           'kernel_records', 'attempt', 'versions', 'kernel_line']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
@@ -140,3 +163,587 @@ def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2", d
             "single_tok_s": round(w["single"]["max_tokens"] / statistics.median(s for s, _ in singles), 2),
             "peak_rss_mb": round(peak_rss_mb(), 1), "preemptions": preempted,
             "versions": {"pagedlm": __version__, "torch": torch.__version__, "transformers": transformers.__version__}}
+
+# %% ../nbs/12_benchmarks.ipynb #case
+@dataclass(frozen=True)
+class Case:
+    "One call of attention: `lens` has (queries, context) of each sequence, in tokens."
+    name: str
+    lens: tuple[tuple[int, int], ...]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+def decode(num_seqs: int, context: int, name: str = "decode", **shape) -> Case:
+    "`num_seqs` sequences of `context` tokens, each with one query."
+    return Case(name, ((1, context),) * num_seqs, **shape)
+
+# %% ../nbs/12_benchmarks.ipynb #case-bytes
+def attention_bytes(case: Case, itemsize: int) -> int:
+    "Bytes that no kernel can avoid: K and V once per KV head, q, the output, the table."
+    queries, contexts = map(sum, zip(*case.lens))
+    rows = 2 * contexts * case.num_kv_heads + 2 * queries * case.num_heads
+    blocks = sum(blocks_for(context, case.block_size) for _, context in case.lens)
+    return rows * case.head_dim * itemsize + 4 * blocks
+
+def attention_flops(case: Case) -> int:
+    "Operations of the two products, of the positions that a query sees."
+    seen = sum(n * (context - n) + n * (n + 1) // 2 for n, context in case.lens)
+    return 4 * seen * case.num_heads * case.head_dim
+
+# %% ../nbs/12_benchmarks.ipynb #rig
+class Rig:
+    "A device, a dtype, how often: what all records of one run have in common."
+    def __init__(self, device="auto", dtype="auto", repeat: int = 30, tiny: bool = False):
+        if repeat < 1: raise ValueError(f"repeat must be 1 or more, not {repeat}")
+        self.device = pick_device(device)
+        self.dtype, self.cuda = pick_dtype(dtype, self.device), self.device.type == "cuda"
+        self.repeat, self.tiny, self.copy_rate = repeat, tiny or not self.cuda, None
+        self.flush = torch.empty(2**30 if self.cuda else 0, dtype=torch.uint8, device=self.device)
+        self.backend, problem = pick_backend(self.device), triton_problem(self.device)
+        if self.cuda and problem: raise ValueError(f"the kernels cannot run here: {problem}")
+        self.backends = ["triton"] if self.cuda else ["torch", *["triton"] * (not problem)]
+
+    def wait(self) -> None:
+        if self.cuda: torch.cuda.synchronize()
+
+    def interprets(self, backend: str) -> bool:
+        "Whether this backend is Triton's interpreter here, whose times mean nothing."
+        return backend == "triton" and not self.cuda
+
+# %% ../nbs/12_benchmarks.ipynb #clocks
+def by_events(rig: Rig, f: Callable) -> Callable[[], float]:
+    "Run `f` on a cold cache; gives its microseconds on the GPU once that is done."
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    rig.flush.zero_()
+    start.record(); f(); end.record()
+    return lambda: start.elapsed_time(end) * 1e3
+
+def by_wall(rig: Rig, f: Callable) -> Callable[[], float]:
+    "Run `f` from an idle device to an idle device; microseconds on the wall clock."
+    rig.wait()
+    seconds, _ = timed(lambda: (f(), rig.wait()))
+    return lambda: seconds * 1e6
+
+def take_times(rig: Rig, calls: dict[str, Callable], wall: bool = False) -> dict[str, dict]:
+    "Median and quartiles of calls that take turns, A B A B …, after three runs of each."
+    clock, runs = by_events if rig.cuda and not wall else by_wall, {name: [] for name in calls}
+    for f in list(calls.values()) * 3: f()
+    for _ in range(rig.repeat):
+        for name, f in calls.items(): runs[name].append(clock(rig, f))
+    rig.wait()
+    return {name: spread([us() for us in asked]) for name, asked in runs.items()}
+
+def spread(us: list[float]) -> dict:
+    "Median and quartiles, in microseconds."
+    us, n = sorted(us), len(us)
+    return {"us": round(statistics.median(us), 3),
+            "us_quartiles": [round(us[n // 4], 3), round(us[3 * n // 4], 3)]}
+
+# %% ../nbs/12_benchmarks.ipynb #rates
+def measure_copy(rig: Rig) -> dict:
+    "The roof: the rate of a copy of a large tensor, read and written; on a GPU the link's too."
+    a = torch.zeros(2**30 if not rig.tiny else 2**24, dtype=torch.uint8, device=rig.device)
+    b, calls = torch.empty_like(a), {}
+    calls["copy"] = lambda: b.copy_(a)
+    if rig.cuda:
+        host = torch.empty(a.shape, dtype=a.dtype, pin_memory=True)
+        calls |= {"to_host": lambda: host.copy_(a, non_blocking=True),
+                  "to_device": lambda: a.copy_(host, non_blocking=True)}
+    times = take_times(rig, calls)
+    rig.copy_rate = 2 * a.nbytes / times["copy"]["us"] * 1e6
+    rates = {f"{name}_gb_s": round((1 + (name == "copy")) * a.nbytes / t["us"] / 1e3, 1)
+             for name, t in times.items()}
+    return {"max_abs_error": float((a != b).any()), "bytes": 2 * a.nbytes, **times["copy"], **rates}
+
+def roof(rig: Rig, num_bytes: int, us: float) -> dict:
+    "How a time compares with that of copying as many bytes; nothing of the sort on a CPU."
+    if not rig.cuda: return {}
+    predicted = num_bytes / rig.copy_rate * 1e6
+    return {"predicted_us": round(predicted, 3), "share_of_copy": round(predicted / us, 4)}
+
+# %% ../nbs/12_benchmarks.ipynb #paged-data
+@dataclass(frozen=True, eq=False)
+class Paged:
+    "Random queries, and keys and values that lie in a row as well as in blocks."
+    case: Case
+    q: Tensor              # [num_tokens, num_heads, head_dim]
+    k: Tensor              # [sum of contexts, num_kv_heads, head_dim], and v
+    v: Tensor
+    caches: Tensor         # [2, num_blocks, block_size, num_kv_heads, head_dim]
+    batch: PagedBatch
+
+def paginate(case: Case, q: Tensor, k: Tensor, v: Tensor, empty: float = torch.nan) -> Paged:
+    "Scatter k and v over blocks in random order. Slots without a token hold `empty`."
+    queries, contexts = (torch.tensor(lens, dtype=torch.int32) for lens in zip(*case.lens))
+    counts = [blocks_for(context, case.block_size) for _, context in case.lens]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).int()
+    tables = pad_sequence(order.split(counts), batch_first=True)
+    def batch(lens):
+        starts = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return PagedBatch(tables, contexts, starts, case.block_size)
+    caches = k.new_full((2, sum(counts), case.block_size, *k.shape[1:]), empty)
+    torch_write(*caches, batch(contexts).slots.to(k.device), k, v)
+    return Paged(case, q, k, v, caches, to_device(batch(queries), k.device))
+
+def make_paged(case: Case, rig: Rig) -> Paged:
+    "Random data for a case, the same each time."
+    made = torch.Generator(rig.device).manual_seed(0)
+    def rows(num_tokens, heads):
+        return torch.randn(num_tokens, heads, case.head_dim, generator=made,
+                           dtype=rig.dtype, device=rig.device)
+    queries, contexts = map(sum, zip(*case.lens))
+    return paginate(case, rows(queries, case.num_heads),
+                    *(rows(contexts, case.num_kv_heads) for _ in "kv"))
+
+# %% ../nbs/12_benchmarks.ipynb #exact
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+def exact_attention(d: Paged) -> Tensor:
+    "In float64, from the keys and values that lie in a row."
+    outs, at = [], 0
+    for row, queries, context in d.batch.lens:
+        q, k, v = d.q[row:row + queries], d.k[at:at + context], d.v[at:at + context]
+        outs.append(dense_attention(q.double(), k.double(), v.double()))
+        at += context
+    return torch.cat(outs)
+
+def outcome(call: Callable, exact: Tensor, dtype: torch.dtype) -> float | str:
+    "The largest difference from `exact`; or why the call does not count, as a string."
+    try: out = call()
+    except Exception as e: return reason(e)
+    error = (out.reshape(exact.shape).double() - exact).abs().max().item()
+    return error if error <= TOLERANCE[dtype] else f"differs from the reference by {error:.3g}"
+
+def reason(e: Exception) -> str:
+    "An error in a line, with its type; the first 120 characters of what it says."
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:120]}"
+
+# %% ../nbs/12_benchmarks.ipynb #sdpa
+SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
+
+def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    "q [n, H, tokens, D] on k, v [n, Hkv, context, D] by one backend; an error if it cannot."
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal,
+                                              enable_gqa=q.shape[1] != k.shape[1])
+
+def sdpa_calls(d: Paged) -> dict[str, Callable]:
+    "Contiguous attention on the same data by every backend; none for unequal lengths."
+    (queries, context), n = d.case.lens[0], len(d.case.lens)
+    if len(set(d.case.lens)) > 1 or queries not in (1, context): return {}
+    q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2).contiguous() for x in (d.q, d.k, d.v))
+    forms = {"": q}
+    if queries == 1 and q.shape[1] != k.shape[1]:
+        forms[" folded"] = q.view(n, k.shape[1], -1, q.shape[3])
+    def call(backend, q):
+        out = sdpa(backend, q, k, v, causal=queries > 1)
+        return out.transpose(1, 2) if queries > 1 else out
+    return {f"sdpa {name}{form}": partial(call, backend, q)
+            for form, q in forms.items() for name, backend in SDPA.items()}
+
+# %% ../nbs/12_benchmarks.ipynb #peers
+def varlen_call(module, d: Paged) -> Callable:
+    return partial(module.varlen_attn, d.q, *d.caches, d.batch.query_starts, None, *most(d),
+                   window_size=(-1, 0), enable_gqa=True, seqused_k=d.batch.context_lens,
+                   block_table=d.batch.block_tables)
+
+def flash_attn_call(module, d: Paged) -> Callable:
+    return partial(module.flash_attn_with_kvcache, d.q.unflatten(0, (len(d.case.lens), -1)),
+                   *d.caches, cache_seqlens=d.batch.context_lens,
+                   block_table=d.batch.block_tables, causal=True)
+
+def vllm_call(module, d: Paged) -> Callable:
+    queries, context = most(d)
+    return partial(module.flash_attn_varlen_func, d.q, *d.caches, max_seqlen_q=queries,
+                   cu_seqlens_q=d.batch.query_starts, max_seqlen_k=context, causal=True,
+                   seqused_k=d.batch.context_lens, block_table=d.batch.block_tables)
+
+def most(d: Paged) -> tuple[int, int]:
+    "The most queries and the longest context of a batch."
+    return tuple(map(max, zip(*d.case.lens)))
+
+# %% ../nbs/12_benchmarks.ipynb #flashinfer
+def flashinfer_call(module, d: Paged) -> Callable:
+    if most(d)[0] > 1: raise ValueError("only decoding is compared")
+    case, size = d.case, d.case.block_size
+    counts = [blocks_for(context, size) for _, context in case.lens]
+    indptr = F.pad(torch.tensor(counts).cumsum(0), (1, 0)).int().to(d.q.device)
+    pages = torch.cat([row[:n] for row, n in zip(d.batch.block_tables, counts)])
+    last = torch.tensor([(c - 1) % size + 1 for _, c in case.lens]).int().to(d.q.device)
+    workspace = torch.zeros(2**27, dtype=torch.uint8, device=d.q.device)
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=case.num_heads // case.num_kv_heads >= 4)
+    wrapper.plan(indptr, pages, last, case.num_heads, case.num_kv_heads, case.head_dim, size,
+                 q_data_type=d.q.dtype, kv_data_type=d.q.dtype)
+    return lambda: wrapper.run(d.q, (d.caches[0], d.caches[1]))
+
+PEERS = {"varlen_attn": ("torch.nn.attention.varlen", varlen_call, 256),
+         "flash_attn": ("flash_attn", flash_attn_call, 256),
+         "vllm": ("vllm.vllm_flash_attn", vllm_call, None),
+         "flashinfer": ("flashinfer", flashinfer_call, None)}
+
+def peer_calls(d: Paged) -> dict[str, Callable | str | None]:
+    "The paged kernels of others: a call, None if it is not installed, or why it refuses."
+    found = {}
+    for name, (module, make, block_size) in PEERS.items():
+        try: found[name] = make(import_module(module), repage(d, block_size))
+        except ModuleNotFoundError as e:     # or it is there, and lacks something else
+            found[name] = None if module.startswith(e.name or "?") else reason(e)
+        except Exception as e: found[name] = reason(e)
+    return found
+
+def repage(d: Paged, block_size: int | None) -> Paged:
+    "The same data in blocks of another size; slots without a token are 0, which nobody minds."
+    case = replace(d.case, block_size=block_size or d.case.block_size)
+    return paginate(case, d.q, d.k, d.v, empty=0.0)
+
+# %% ../nbs/12_benchmarks.ipynb #others
+OURS = {"triton": triton_attend, "torch": paged_attention}
+
+def our_call(backend: str, d: Paged) -> Callable:
+    return partial(OURS[backend], d.q, *d.caches, d.batch, d.case.head_dim ** -0.5)
+
+def other_calls(rig: Rig, d: Paged) -> dict[str, Callable | str | None]:
+    "All that a case is compared with; on a GPU also the PyTorch path, and one block for 256."
+    calls = sdpa_calls(d) | peer_calls(d)
+    if not rig.cuda: return calls
+    return calls | {"torch": our_call("torch", d),
+                    "blocks of 256": our_call("triton", repage(d, 256))}
+
+def against(us: float, peers: dict) -> dict:
+    "The others, and ours beside the best contiguous one, by name."
+    contiguous = {name: found for name, found in peers.items()
+                  if name.startswith("sdpa") and isinstance(found, dict)}
+    best = min(contiguous, key=lambda name: contiguous[name]["us"], default=None)
+    if best is None: return {"sdpa": None, "peers": peers}
+    return {"sdpa": {"backend": best, **peers[best], "ratio": round(us / peers[best]["us"], 4)},
+            "peers": peers}
+
+# %% ../nbs/12_benchmarks.ipynb #attention-record
+def attention(rig: Rig, case: Case, backend: str) -> dict:
+    "Check one case against float64, then time it beside the others. RuntimeError if it differs."
+    d = make_paged(case, rig)
+    exact, num_bytes = exact_attention(d), attention_bytes(case, rig.dtype.itemsize)
+    error = outcome(our_call(backend, d), exact, rig.dtype)
+    if isinstance(error, str): raise RuntimeError(error)
+    made = {"max_abs_error": error, "bytes": num_bytes, "flops": attention_flops(case)}
+    if rig.interprets(backend): return made
+    others = other_calls(rig, d)
+    tried = {name: outcome(f, exact, rig.dtype) for name, f in others.items() if callable(f)}
+    good = {name: others[name] for name, found in tried.items() if not isinstance(found, str)}
+    times = take_times(rig, {backend: our_call(backend, d), **good})
+    ours = times.pop(backend)
+    made |= ours | roof(rig, num_bytes, ours["us"]) | against(ours["us"], others | tried | times)
+    return figure_18a(case, made) if case.name == "figure 18a" else made
+
+# %% ../nbs/12_benchmarks.ipynb #cases
+SMOL = dict(num_heads=9, num_kv_heads=3, head_dim=64)
+OPT_13B = dict(num_heads=40, num_kv_heads=40, head_dim=128)
+MIXED = ((512, 1536), (300, 300)) + tuple((1, 257 * i) for i in range(1, 33))
+# Figure 18a: microseconds of the paper's kernel and of FasterTransformer's on an A100,
+# read off its curves, by (sequences, context)
+FIGURE_18A = {(8, 64): (31.5, 21.9), (8, 128): (43.6, 34.9), (8, 256): (84.3, 62.3),
+              (32, 64): (77.1, 61.4), (32, 128): (127.1, 106.7), (32, 256): (235.3, 194.5)}
+
+def attention_cases(tiny: bool) -> list[Case]:
+    "The shapes that are measured; or small ones that see the same paths of the code."
+    if tiny:
+        shape = dict(num_heads=4, num_kv_heads=2, head_dim=16, block_size=8)
+        one = dict(num_heads=2, num_kv_heads=1, head_dim=16)
+        return [decode(3, 41, **shape), decode(1, 1100, "decode split", **one),
+                Case("prefill", ((20, 20),), **shape),
+                Case("mixed", ((5, 17), (1, 30), (9, 9)), **shape),
+                decode(2, 64, "figure 18a", num_heads=2, num_kv_heads=2, head_dim=16)]
+    lens = (1024, 2048, 4096, 8192)
+    return [*(decode(64, n, block_size=b) for b in (16, 32, 128) for n in lens),
+            *(decode(64, n, **SMOL) for n in lens),
+            *(decode(m, n, "decode split") for m in (1, 4, 16) for n in (8192, 32768)),
+            Case("prefill", ((2048, 2048),)), Case("mixed", MIXED),
+            *(decode(*at, "figure 18a", **OPT_13B) for at in FIGURE_18A)]
+
+def figure_18a(case: Case, found: dict) -> dict:
+    "What the blocks cost beside contiguous attention; beside it, the paper's."
+    paper, best = FIGURE_18A.get((len(case.lens), case.lens[0][1])), found["sdpa"]
+    return found | {
+        "overhead": round(best["ratio"] - 1, 4) if best else None,
+        "paper": paper and {"paged_us": paper[0], "contiguous_us": paper[1],
+                            "overhead": round(paper[0] / paper[1] - 1, 4)}}
+
+# %% ../nbs/12_benchmarks.ipynb #launches
+def launches(rig: Rig, f: Callable) -> dict | None:
+    "Kernels and transfers that a call starts, as the GPU's profiler saw them; else None."
+    if not rig.cuda: return None
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        f(); rig.wait()
+    names = [e.name for e in seen.events() if e.device_type == DeviceType.CUDA]
+    transfers = sum(name.startswith(("Memcpy", "Memset")) for name in names)
+    return {"kernels": len(names) - transfers, "transfers": transfers} if names else None
+
+def moved(rig: Rig, backend: str, calls: dict[str, Callable], errors: dict[str, float],
+          num_bytes: int, wall: bool = False) -> dict:
+    """The record of calls that only move bytes, ours under the name `backend`. RuntimeError if
+    one of the `errors`, how far each was off, is not 0."""
+    if wrong := {name: e for name, e in errors.items() if e != 0}:
+        raise RuntimeError(f"differs from the reference: {wrong}")
+    made = {"max_abs_error": 0.0, "bytes": num_bytes}
+    if rig.interprets(backend): return made
+    times = take_times(rig, calls, wall)
+    counts = {name: launches(rig, f) for name, f in calls.items()}
+    ours = times.pop(backend)
+    return made | ours | roof(rig, num_bytes, ours["us"]) | {"peers": times, "launches": counts}
+
+def largest(a: Tensor, b: Tensor) -> float:
+    "The largest difference of two tensors; inf where one has a NaN."
+    return (a.double() - b.double()).abs().nan_to_num(nan=torch.inf).max().item()
+
+# %% ../nbs/12_benchmarks.ipynb #write-record
+def block_write(rig: Rig, backend: str, num_tokens: int) -> dict:
+    "The keys and values of a step, which lie strided in the projection, into their slots."
+    heads, kv_heads, dim = (4, 2, 16) if rig.tiny else (32, 8, 128)
+    qkv = torch.randn(num_tokens, heads + 2 * kv_heads, dim, dtype=rig.dtype, device=rig.device)
+    _, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    caches = qkv.new_zeros(2, num_tokens // 4, 16, kv_heads, dim)
+    slots = torch.randperm(num_tokens * 4)[:num_tokens].to(rig.device)
+    wanted = caches.clone()
+    for cache, new in zip(wanted, (k, v)): cache.view(-1, kv_heads, dim)[slots] = new
+    def check(f):
+        caches.zero_(); f()
+        return largest(caches, wanted)
+    ways = {"triton": triton_write, "torch": torch_write}
+    calls = {name: partial(way, *caches, slots, k, v) for name, way in ways.items()
+             if name == backend or rig.cuda}
+    errors = {name: check(f) for name, f in calls.items()}
+    return moved(rig, backend, calls, errors, 2 * (k.nbytes + v.nbytes) + slots.nbytes)
+
+# %% ../nbs/12_benchmarks.ipynb #copy-record
+def make_pool(rig: Rig, num_blocks: int, block_size: int = 16, seed: int = 0) -> Tensor:
+    "A pool of random blocks, [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]."
+    layers, kv_heads, dim = (2, 2, 16) if rig.tiny else (32, 8, 128)
+    return torch.randn(2, layers, num_blocks, block_size, kv_heads, dim, dtype=rig.dtype,
+                       device=rig.device, generator=torch.Generator(rig.device).manual_seed(seed))
+
+def loop_copy(data: Tensor, pairs: list[tuple[int, int]]) -> int:
+    "The same, a copy for each block of each layer; how many. No destination is a source."
+    flat = planes(data)
+    for plane in flat:
+        for src, dst in pairs: plane[dst].copy_(plane[src])
+    return len(flat) * len(pairs)
+
+def block_copy(rig: Rig, backend: str, num_pairs: int) -> dict:
+    "Copy-on-write of a whole step, all layers; host work included."
+    data, order = make_pool(rig, 2 * num_pairs), torch.randperm(2 * num_pairs).tolist()
+    pairs = list(zip(order[:num_pairs], order[num_pairs:]))
+    src, dst = torch.tensor(pairs).T.to(rig.device)
+    start, wanted = data.clone(), data.clone()
+    wanted[:, :, dst] = start[:, :, src]
+    def check(f):
+        data.copy_(start); f()
+        return largest(data, wanted)
+    ways = {"triton": triton_copy, "torch": torch_copy, "loop": loop_copy}
+    calls = {name: partial(way, data, pairs) for name, way in ways.items()
+             if name == backend or rig.cuda or name == "loop"}
+    errors = {name: check(f) for name, f in calls.items()}
+    made = moved(rig, backend, calls, errors, data.nbytes, wall=True)
+    return made | {"loop_copies": len(planes(data)) * num_pairs}
+
+# %% ../nbs/12_benchmarks.ipynb #pack-record
+def pack(rig: Rig, backend: str, num_blocks: int) -> dict:
+    "The gather before a transfer: scattered blocks of all layers into one piece."
+    data = make_pool(rig, 2 * num_blocks)
+    blocks = torch.randperm(2 * num_blocks)[:num_blocks].to(rig.device)
+    wanted = data.index_select(2, blocks)
+    staged = torch.empty_like(wanted)
+    ways = {"triton": lambda: launch_pack(data, staged, blocks, unpack=False),
+            "torch": lambda: torch.index_select(data, 2, blocks, out=staged)}
+    def check(f):
+        staged.zero_(); f()
+        return largest(staged, wanted)
+    calls = {name: way for name, way in ways.items() if name == backend or rig.cuda}
+    errors = {name: check(f) for name, f in calls.items()}
+    return moved(rig, backend, calls, errors, 2 * staged.nbytes)
+
+# %% ../nbs/12_benchmarks.ipynb #swap-ways
+def loop_transfer(source: Tensor, target: Tensor, pairs: list[tuple[int, int]]) -> int:
+    "One transfer for each block of each layer, keys and values, as in the paper; how many."
+    for here, there in zip(planes(source), planes(target)):
+        for src, dst in pairs: there[dst].copy_(here[src], non_blocking=True)
+    return 2 * source.shape[1] * len(pairs)
+
+def swap_ways(rig: Rig, device: Tensor, host: Tensor, pairs: list[tuple[int, int]]
+              ) -> tuple[dict[str, tuple[Callable, Callable]], Swapper]:
+    "{way: (out, in again)} of moving (device block, host block) pairs."
+    swapper, back = Swapper(device, host), [(to, at) for at, to in pairs]
+    ways = {rig.backend: (partial(swapper.swap_out, pairs), partial(swapper.swap_in, back)),
+            "loop": (partial(loop_transfer, device, host, pairs),
+                     partial(loop_transfer, host, device, back))}
+    return ways, swapper
+
+# %% ../nbs/12_benchmarks.ipynb #swap-record
+def swap(rig: Rig, config: ModelConfig, block_size: int, num_tokens: int) -> dict:
+    "Swap a sequence out and in again, packed and block by block; host work included."
+    n = num_tokens // block_size
+    data = torch.randn(2, config.num_layers, 2 * n, block_size, config.num_kv_heads,
+                       config.head_dim, dtype=rig.dtype, device=rig.device)
+    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=rig.cuda)
+    at, to = torch.randperm(2 * n)[:n], torch.randperm(2 * n)[:n]
+    ways, swapper = swap_ways(rig, data, host, list(zip(at.tolist(), to.tolist())))
+    start, at = data.clone(), at.to(rig.device)
+    def check(out, back):
+        out(); data[:, :, at] = 0; back()      # it is on the host now, or it is lost
+        return largest(data, start)
+    errors = {name: check(*way) for name, way in ways.items()}
+    counts = {"packed_transfers": swapper.transfers,
+              "loop_transfers": 4 * config.num_layers * n}
+    calls = {name: partial(in_turn, *way) for name, way in ways.items()}
+    num_bytes = swapper.bytes_out + swapper.bytes_in      # of the one round trip so far
+    made = moved(rig, rig.backend, calls, errors, num_bytes, wall=True)
+    return made | counts | paper_19a(block_size, num_tokens, "swap")
+
+def in_turn(*calls: Callable) -> None:
+    for call in calls: call()
+
+# Figure 19a: milliseconds for 256 tokens of OPT-13B on an A100, by block size, read off it
+FIGURE_19A = {
+    "recompute": (36.3, 37.5, 36.9, 38.8, 38.6, 39.0, 38.3, 38.4, 39.1),
+    "swap": (137.4, 89.3, 61.0, 47.1, 40.1, 36.6, 34.9, 33.9, 33.4)}
+
+def paper_19a(block_size: int, num_tokens: int, way: str) -> dict:
+    "What the paper's figure has there, for its number of tokens."
+    ms = FIGURE_19A[way][BLOCK_SIZES.index(block_size)] if num_tokens == 256 else None
+    return {"paper": {"ms": ms} if ms else None}
+
+# %% ../nbs/12_benchmarks.ipynb #random-model
+class RandomWeights(Weights):
+    "The weights of no model, in the shapes that are asked for; a norm's are 1."
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+        self.family, self.files, self.unused = config.family, {}, set()
+        self.dtype, self.device, self.scratch = dtype, device, torch.empty(2**22)
+
+    def read(self, key: str, *shape: int, **kw) -> Tensor:
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return weight.fill_(1) if len(shape) == 1 else weight.normal_(std=0.02)
+
+SHAPES = {"tiny": (64, 128, 2, 4, 2, 1024), "smollm2": (576, 1536, 30, 9, 3, 49152),
+          "llama-13b": (5120, 13824, 40, 40, 40, 32000)}
+
+def model_shape(name: str) -> ModelConfig:
+    "The facts of a model by the name of its shape."
+    from transformers import LlamaConfig
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "vocab_size")
+    return ModelConfig.from_hf(LlamaConfig(**dict(zip(names, SHAPES[name]))))
+
+def shape_that_fits(rig: Rig) -> str:
+    "LLaMA-13B's in 40 GB of free memory, else SmolLM2's; a tiny one where that is asked for."
+    if rig.tiny: return "tiny"
+    return "llama-13b" if torch.cuda.mem_get_info()[0] > 40e9 else "smollm2"
+
+# %% ../nbs/12_benchmarks.ipynb #recompute-record
+def recompute(rig: Rig, model: Model, block_size: int, num_tokens: int) -> dict:
+    "A forward pass over a sequence's tokens, which writes their keys and values again."
+    c = model.config
+    ids = (torch.arange(num_tokens) * 7919 % c.vocab_size).to(rig.device)
+    last = torch.tensor([num_tokens - 1], device=rig.device)
+    def cache(size):
+        n = num_tokens // size
+        kv = KVCache(c.num_layers, n, size, c.num_kv_heads, c.head_dim, rig.dtype, rig.device)
+        lens = torch.tensor([0, num_tokens], dtype=torch.int32)
+        batch = PagedBatch(torch.randperm(n)[None].int(), lens[1:], lens, size)
+        return kv, to_device(batch, rig.device)
+    def run(kv, batch):
+        model(ids, batch, kv, last)
+        return kv.data.flatten(2, 3)[:, :, batch.slots]
+    (kv, batch), expected = cache(block_size), run(*cache(num_tokens))
+    error = largest(run(kv, batch), expected) / max(1, expected.abs().max().item())
+    if error > TOLERANCE[rig.dtype]: raise RuntimeError(f"the cache differs by {error:.3g}")
+    made = {"max_abs_error": error, "weight_bytes": model.num_bytes}
+    times = take_times(rig, {"recompute": partial(run, kv, batch)}, wall=True)
+    return made | times["recompute"] | paper_19a(block_size, num_tokens, "recompute")
+
+# %% ../nbs/12_benchmarks.ipynb #jobs
+def jobs(rig: Rig) -> Iterator[tuple[dict, Callable[[], dict]]]:
+    "All that is measured: what it is, and the call that does it. The roof comes first."
+    yield {"case": "copy", "backend": "torch"}, partial(measure_copy, rig)
+    for case in attention_cases(rig.tiny):
+        for backend in rig.backends:
+            yield describe(case) | {"backend": backend}, partial(attention, rig, case, backend)
+    moves = ((block_write, "num_tokens", (8, 40) if rig.tiny else (64, 2048)),
+             (block_copy, "num_pairs", (1, 3) if rig.tiny else (1, 16, 64)),
+             (pack, "num_blocks", (3,) if rig.tiny else (16, 64)))
+    for measure, what, sizes in moves:
+        for n, backend in product(sizes, rig.backends):
+            facts = {"case": measure.__name__.replace("_", " "), what: n, "backend": backend}
+            yield facts, partial(measure, rig, backend, n)
+    yield from figure_19a(rig)
+
+def describe(case: Case) -> dict:
+    queries, contexts = zip(*case.lens)
+    return {"case": case.name, "num_seqs": len(case.lens), "num_tokens": sum(queries),
+            "context": max(contexts), "num_heads": case.num_heads,
+            "num_kv_heads": case.num_kv_heads, "head_dim": case.head_dim,
+            "block_size": case.block_size}
+
+def figure_19a(rig: Rig) -> Iterator[tuple[dict, Callable[[], dict]]]:
+    "Swap and recomputation of one sequence by block size."
+    shape, num_tokens = shape_that_fits(rig), 32 if rig.tiny else 256
+    config = model_shape(shape)
+    model = cache(lambda: Model(config, RandomWeights(config, rig.dtype, rig.device)))
+    for size in (s for s in BLOCK_SIZES if s <= num_tokens):
+        facts = {"model": shape, "num_tokens": num_tokens, "block_size": size,
+                 "backend": rig.backend}
+        yield {"case": "swap", **facts}, partial(swap, rig, config, size, num_tokens)
+        yield ({"case": "recompute", **facts},
+               lambda size=size: recompute(rig, model(), size, num_tokens))
+
+# %% ../nbs/12_benchmarks.ipynb #kernel-records
+def kernel_records(device="auto", dtype="auto", repeat: int = 30, tiny: bool = False
+                   ) -> Iterator[dict]:
+    """Measure the kernels, and yield a record for each case as soon as it is there. On a CPU the
+    shapes are tiny, the kernels are checked in the interpreter, and the PyTorch path is timed.
+    A case that fails has an `error` and no numbers. ValueError for a device that is not there."""
+    rig = Rig(device, dtype, repeat, tiny)
+    common = {"device": rig.device.type, "dtype": str(rig.dtype).removeprefix("torch."),
+              "gpu": torch.cuda.get_device_name(rig.device) if rig.cuda else None,
+              "tiny": rig.tiny, "repeat": repeat, "threads": torch.get_num_threads(),
+              "versions": versions()}
+    return ({"bench": "kernels", **what, "interpreted": rig.interprets(what["backend"]),
+             **attempt(rig, job), **common} for what, job in jobs(rig))
+
+def attempt(rig: Rig, job: Callable[[], dict]) -> dict:
+    "What the job found, and the rate of a copy in the same run; or its error."
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")          # backends that say why they refuse
+            found = job() | {"error": None}
+    except Exception as e: return {"error": reason(e)}
+    finally:
+        if rig.cuda: torch.cuda.empty_cache()
+    return found | {"copy_gb_s": round(rig.copy_rate / 1e9, 1) if rig.copy_rate else None}
+
+def versions() -> dict:
+    "Of what can change a time; None for what is not installed."
+    found = {"pagedlm": __version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+    for name in ("triton", "flash-attn", "flashinfer-python", "vllm"):
+        try: found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError: found[name] = None
+    return found
+
+# %% ../nbs/12_benchmarks.ipynb #kernel-line
+def kernel_line(r: dict) -> str:
+    "A record as a line to read."
+    sizes = ("num_seqs", "context", "num_tokens", "num_pairs", "num_blocks", "num_kv_heads", "block_size")
+    shape = " ".join(f"{key.removeprefix('num_')}={r[key]}" for key in sizes if key in r)
+    line = f"{r['case']:<13}{r['backend']:<7}{shape:<62}"
+    if r["error"]: return line + f"FAILED: {r['error']}"
+    line += f"error {r['max_abs_error']:.1e}"
+    if r["interpreted"]: return line + "  checked in the interpreter, no time"
+    line += f"  {r['us']:>10.1f} us"
+    if "share_of_copy" in r: line += f"  {r['share_of_copy']:.1%} of copy"
+    if "loop" in r.get("peers", ()): line += f"  block by block {r['peers']['loop']['us']:.1f} us"
+    if r.get("sdpa"): line += f"  {r['sdpa']['ratio']:.2f} x {r['sdpa']['backend']}"
+    return line

@@ -12,8 +12,8 @@ import time
 from . import __version__
 
 # %% auto #0
-__all__ = ['pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'positive', 'model_options', 'add_generate',
-           'add_bench', 'parser', 'main']
+__all__ = ['pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'positive', 'model_options',
+           'add_generate', 'add_bench', 'add_kernels', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -66,6 +66,19 @@ def bench_throughput(args: argparse.Namespace) -> int:
     print(json.dumps(result, indent=None if args.json else 2))
     return 0
 
+# %% ../nbs/13_cli.ipynb #kernels
+def bench_kernels(args: argparse.Namespace) -> int:
+    "Print a record for each case, and append it to a file; 1 if a case failed."
+    from pagedlm.bench import kernel_line, kernel_records
+    records = kernel_records(args.device, args.dtype, args.repeat, args.tiny)
+    failed = False
+    with open(args.out or os.devnull, "a") as out:
+        for record in records:
+            failed |= record["error"] is not None
+            print(json.dumps(record) if args.json else kernel_line(record), flush=True)
+            print(json.dumps(record), file=out, flush=True)
+    return int(failed)
+
 # %% ../nbs/13_cli.ipynb #positive
 def positive(text: str) -> int:
     "A whole number from 1, for argparse."
@@ -115,6 +128,22 @@ def add_bench(sub):
     p.add_argument("--ids-out", metavar="FILE", help="write {id: token ids} there")
     p.add_argument("--json", action="store_true", help="on one line")
     p.set_defaults(run=bench_throughput)
+    add_kernels(kinds)
+
+# %% ../nbs/13_cli.ipynb #add-kernels
+def add_kernels(kinds):
+    p = kinds.add_parser("kernels", help="the kernels beside contiguous attention and a plain copy",
+                         description="Check each kernel against a reference, then time it beside contiguous attention "
+                         "and a plain copy. Without a GPU the shapes are tiny: the kernels are checked in Triton's "
+                         "interpreter, and the PyTorch path is timed.")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, the GPU if there is one")
+    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                   help="default: auto, bfloat16 on a GPU and float32 on a CPU")
+    p.add_argument("--tiny", action="store_true", help="tiny shapes on a GPU, too: a trial run")
+    p.add_argument("--repeat", type=positive, default=30, metavar="N", help="timed runs of each (default: 30)")
+    p.add_argument("--out", metavar="FILE", help="append the records there, one JSON object a line")
+    p.add_argument("--json", action="store_true", help="print the records as they are instead of a line of text each")
+    p.set_defaults(run=bench_kernels)
 
 # %% ../nbs/13_cli.ipynb #main
 def parser() -> argparse.ArgumentParser:
