@@ -292,7 +292,8 @@ def token_logprobs(logits: Tensor, tokens: list[int],
     if not tokens: return []
     logits = logits.float()
     mine = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks, norms = (logits > mine).sum(-1) + 1, logits.logsumexp(-1)
+    ranks, best = (logits > mine).sum(-1) + 1, logits.amax(-1, keepdim=True)
+    norms = best[:, 0].double() + (logits - best).logsumexp(-1)
     found = []
     for token, value, rank, norm, top in zip(tokens, mine[:, 0].tolist(), ranks.tolist(),
                                              norms.tolist(), _top(logits, num_top)):
@@ -337,7 +338,7 @@ def _candidates(logits: Tensor, live: list[Hypothesis], count: int) -> list[Cand
                              'distribution')
     totals = torch.tensor([h.cumulative_logprob for h in live], device=logits.device)
     scores = torch.log_softmax(logits.float(), -1).add_(totals[:, None])
-    best = _top(scores.view(1, -1), [count])[0]
+    best = _top(scores.reshape(1, -1), [count])[0]
     return [Candidate(*divmod(i, logits.shape[-1]), total) for total, i in best]
 
 # %% ../nbs/08_sampling.ipynb #beam-rules

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagedlm import sampling
-from pagedlm.sampling import SamplingParams, make_stream, sample
+from pagedlm.sampling import SamplingParams, best_samples, make_stream, sample, token_logprobs
 
 P, inf, nan = SamplingParams, math.inf, math.nan
 
@@ -371,6 +371,12 @@ def test_lengths_must_agree(args):
     ('max_tokens', 'at least 0', [-1, 1.0, nan, True, '16', [1]]),
     ('stop_token_ids', 'token ids', [[-1], [1, 2.0], [True], ['abc'], 'abc', 5, [None], [[1]], True]),
     ('ignore_eos', 'True or False', [1, 0, None, 'yes']),
+    ('use_beam_search', 'True or False', [1, 0, None, 'yes']),
+    ('n', 'at least 1', [0, -1, 1.0, nan, True, None, '2']),
+    ('best_of', 'at least n = 1', [0, -1, 1.0, nan, True, '2']),
+    ('logprobs', r'\[0, 20\]', [-1, 21, 1.0, nan, True, False, '5']),
+    ('length_penalty', r'\[-10, 10\]', [-10.1, 10.1, nan, inf, True, None, '1']),
+    ('early_stopping', "False, True or 'never'", ['always', 0, 1, None, nan, 0.0, 'False', ['never']]),
     ('skip_special_tokens', 'True or False', [1, 0, None, 'no']),
 ])
 def test_refused(name, allowed, values):
@@ -386,6 +392,8 @@ def test_refused(name, allowed, values):
     ('seed', [None, 0, -1, 2**64, -2**70, np.int64(3)]),
     ('max_tokens', [None, 0, 1, 10**9]),
     ('stop_token_ids', [None, [], [0, 5], (7,), {3}, range(3), np.array([1, 2])]),
+    ('n', [1, 2, 64, np.int64(3)]), ('best_of', [None, 1, 5]), ('logprobs', [None, 0, 20]),
+    ('use_beam_search', [False]), ('length_penalty', [1, 1.0]), ('early_stopping', [False]),
     ('ignore_eos', [True, False]), ('skip_special_tokens', [True, False]),
 ])
 def test_accepted(name, values):
@@ -406,3 +414,106 @@ def test_one_object_can_serve_many():
 @pytest.mark.parametrize('name', ['stop', 'logit_bias', 'temprature'])
 def test_what_is_not_built_is_not_accepted(name):
     with pytest.raises(TypeError, match=name): P(**{name: 1})
+
+def test_best_of_is_at_least_n_and_gives_the_width():
+    assert [P(n=3, best_of=b).width for b in (None, 3, 7)] == [3, 3, 7] and P().width == 1
+    with pytest.raises(ValueError, match='best_of must be an integer of at least n = 3, or None, not 2'): P(n=3, best_of=2)
+
+@pytest.mark.parametrize('kw', [dict(), dict(temperature=0), dict(temperature=1), dict(top_k=0), dict(n=4, best_of=6, logprobs=2),
+                                dict(length_penalty=-2), dict(length_penalty=0.0, early_stopping=True), dict(early_stopping='never')])
+def test_beams_accept(kw): assert P(use_beam_search=True, **kw).use_beam_search
+
+@pytest.mark.parametrize('name, values', [('temperature', [.7, 1.1, 1e-9, 2]), ('top_p', [.9]), ('top_k', [1, 5]), ('min_p', [.1]), ('seed', [0, 7])])
+def test_beams_draw_nothing(name, values):
+    for v in values:
+        with pytest.raises(ValueError, match=f'{name} must be .* with use_beam_search, not'): P(use_beam_search=True, **{name: v})
+
+@pytest.mark.parametrize('name, values', [('length_penalty', [0, 0.0, -1, 1.5, 2]), ('early_stopping', [True, 'never'])])
+def test_only_beams_have_these(name, values):
+    for v in values:
+        with pytest.raises(ValueError, match=f'{name} must be .* without use_beam_search, not'): P(**{name: v})
+
+
+# Log-probabilities
+
+def exact(logits):
+    "Natural log-probabilities in float64."
+    x = logits.double()
+    x = x - x.amax(-1, keepdim=True)
+    return x - x.exp().sum(-1, keepdim=True).log()
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('scale, shift', [(1., 0.), (30., 0.), (3., 1e4), (3., -1e4)])
+def test_logprobs_ranks_and_order(dtype, scale, shift):
+    x = (randn(24, 97, scale=scale) + shift).to(dtype)          # in half precision many tie
+    tokens, tops = [(7 * r) % 97 for r in range(24)], [r % 8 for r in range(24)]
+    got, want = token_logprobs(x, tokens, tops), exact(x)
+    for row, lp, t, k, entry in zip(x.tolist(), want.tolist(), tokens, tops, got):
+        order = sorted(range(97), key=lambda i: (-row[i], i))[:k]
+        assert list(entry) == [t] + [i for i in order if i != t]
+        for i, e in entry.items():
+            assert abs(e.logprob - lp[i]) < 1e-5 and e.rank == 1 + sum(v > row[i] for v in row) and e.decoded_token is None
+
+def test_logprobs_in_a_real_vocabulary():
+    x = torch.cat([randn(3, 49152), torch.zeros(1, 49152)])
+    got = token_logprobs(x, [5, 49151, 0, 20], [20, 0, 5, 3])
+    want = exact(x)
+    top = x.sort(descending=True, stable=True).indices.tolist()
+    assert [list(e) for e in got] == [[t] + [i for i in row[:k] if i != t] for t, k, row in zip([5, 49151, 0, 20], [20, 0, 5, 3], top)]
+    assert all(abs(e.logprob - want[r, i]) < 2e-6 for r, entry in enumerate(got) for i, e in entry.items())
+    assert list(got[3]) == [20, 0, 1, 2] and {e.rank for e in got[3].values()} == {1}
+    assert got[3][20].logprob == pytest.approx(-math.log(49152), abs=1e-6)
+
+def test_logprobs_do_not_depend_on_the_neighbours():
+    x, tops = randn(12, 301).round(), [0, 3, 20, 1, 7, 300, 2, 5, 0, 20, 4, 9]        # rounded: many ties
+    together = token_logprobs(x, list(range(12)), tops)
+    assert together == [token_logprobs(x[r:r + 1], [r], [tops[r]])[0] for r in range(12)]
+
+def test_logprobs_of_masked_tokens():
+    x = torch.tensor([[0., -inf, 0., -inf]])
+    entry, = token_logprobs(x, [2], [4])
+    assert list(entry) == [2, 0] and entry[0].logprob == pytest.approx(-math.log(2)) and entry[2].rank == 1
+    entry, = token_logprobs(x, [1], [1])
+    assert list(entry) == [1, 0] and entry[1].logprob == -inf and entry[1].rank == 3
+
+def test_logprobs_of_nothing_and_of_wrong_lengths():
+    assert token_logprobs(torch.zeros(0, 5), [], []) == []
+    assert list(token_logprobs(torch.zeros(1, 5), [3], [20])[0]) == [3, 0, 1, 2, 4]
+    for args in [([0], [0, 0]), ([0, 0], [0]), ([0, 0, 0], [0, 0, 0])]:
+        with pytest.raises(ValueError, match='2 rows of logits'): token_logprobs(torch.zeros(2, 5), *args)
+
+def test_logprobs_leave_the_logits_alone():
+    x = randn(3, 50, seed=2)
+    before = x.clone()
+    token_logprobs(x, [0, 1, 2], [3, 0, 5])
+    assert torch.equal(x, before)
+
+
+# Several samples
+
+def answers(params, engine_seed=0, number=0, steps=20):
+    "The `width` samples of one request, from logits that depend on each sample's own last token."
+    table, streams = randn(64, 64, seed=5, scale=1.), [make_stream(params, engine_seed, number, i) for i in range(params.width)]
+    out = [[0] for _ in streams]
+    for _ in range(steps):
+        got = sample(table[[o[-1] for o in out]], [params] * len(out), streams).token_ids
+        for o, t in zip(out, got): o.append(t)
+    return [o[1:] for o in out]
+
+def test_the_samples_of_a_seed_differ_and_the_list_repeats():
+    p = P(n=8, temperature=1.5, seed=7)
+    one = answers(p)
+    assert len({tuple(a) for a in one}) == 8 and one == answers(p, engine_seed=3, number=9)
+    assert answers(P(n=3, temperature=1.5, seed=7)) == one[:3]             # a larger n adds samples, changes none
+    assert answers(P(n=3, best_of=8, temperature=1.5, seed=7)) == one
+
+def test_unseeded_equal_requests_differ():
+    p = P(n=4, temperature=1.5)
+    both = answers(p, number=0) + answers(p, number=1)
+    assert len({tuple(a) for a in both}) == 8 and answers(p, number=1) == both[4:]
+
+def test_best_samples():
+    totals, lengths = [-4.0, -9.0, -1.0, -2.0], [4, 10, 1, 1]              # means -1, -0.9, -1, -2
+    assert best_samples(totals, lengths, 4) == [1, 0, 2, 3] and best_samples(totals, lengths, 2) == [1, 0]
+    assert best_samples([-1.0, 0.0], [1, 0], 2) == [1, 0]                  # an empty one has lost nothing
+    with pytest.raises(ValueError): best_samples([-1.0], [1, 2], 1)
