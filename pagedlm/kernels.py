@@ -4,8 +4,14 @@
 
 # %% ../nbs/01_kernels.ipynb #imports
 from __future__ import annotations
-import os
+from collections import Counter
 from collections.abc import Iterable
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
 
 import torch
 from torch import Tensor
@@ -24,12 +30,14 @@ except ImportError:     # not on this platform: all of this module but its kerne
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # %% auto #0
-__all__ = ['INTERPRETED', 'BACKENDS', 'BLOCK_SIZES', 'LOG2_E', 'triton_problem', 'pick_backend', 'check_kernel_block_size', 'pad',
-           'cache_strides', 'write_kernel', 'check_write', 'torch_write', 'triton_write', 'write_blocks', 'load_tile',
-           'key_offsets', 'online_softmax', 'key_range', 'attend_keys', 'attend_kernel', 'merge_kernel', 'merge',
-           'longest', 'num_sms', 'query_tiles', 'tile_shape', 'num_splits', 'attend_shape', 'triton_attend', 'attend',
-           'check_pairs', 'copy_chains', 'copy_kernel', 'planes', 'torch_copy', 'triton_copy', 'copy_blocks',
-           'pack_kernel', 'launch_pack', 'pack_blocks', 'unpack_blocks', 'Transfers', 'Swapper']
+__all__ = ['INTERPRETED', 'BACKENDS', 'BLOCK_SIZES', 'LOG2_E', 'UNALIGNED', 'POINTERS', 'REPORTER', 'triton_problem',
+           'pick_backend', 'check_kernel_block_size', 'pad', 'cache_strides', 'write_kernel', 'check_write',
+           'torch_write', 'triton_write', 'write_blocks', 'load_tile', 'key_offsets', 'online_softmax', 'key_range',
+           'attend_keys', 'attend_kernel', 'merge_kernel', 'merge', 'query_tiles', 'tile_shape', 'attend_shape',
+           'triton_attend', 'attend', 'check_pairs', 'copy_chains', 'copy_kernel', 'planes', 'torch_copy',
+           'triton_copy', 'copy_blocks', 'pack_kernel', 'launch_pack', 'pack_blocks', 'unpack_blocks', 'Transfers',
+           'Swapper', 'compile_kernel', 'disassemble', 'read_code', 'compile_attend', 'compile_reports',
+           'compile_report', 'longest', 'num_sms', 'num_splits']
 
 # %% ../nbs/01_kernels.ipynb #backend
 BACKENDS = ("triton", "torch")
@@ -45,14 +53,15 @@ def triton_problem(device: torch.device) -> str | None:
     return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
 
 def pick_backend(device: torch.device) -> str:
-    """"triton" on CUDA devices that can run it, else "torch"; `PAGEDLM_BACKEND` forces either.
+    """"triton" on CUDA devices that can run it, else "torch"; `PAGEDLM_BACKEND` forces one.
 
     ValueError if the variable is neither, or asks for a Triton that cannot run."""
     asked = os.environ.get("PAGEDLM_BACKEND")
     if not asked:
         return "triton" if device.type == "cuda" and not triton_problem(device) else "torch"
     if asked not in BACKENDS:
-        raise ValueError(f"PAGEDLM_BACKEND is {asked!r}; it must be one of {BACKENDS} or unset")
+        raise ValueError(f"PAGEDLM_BACKEND is {asked!r}; "
+                         f"it must be one of {BACKENDS}, or unset")
     problem = triton_problem(device) if asked == "triton" else None
     if problem: raise ValueError(f"PAGEDLM_BACKEND is 'triton', but {problem}")
     return asked
@@ -61,10 +70,10 @@ def pick_backend(device: torch.device) -> str:
 BLOCK_SIZES = tuple(2**i for i in range(9))     # 1 to 256
 
 def check_kernel_block_size(block_size: int) -> int:
-    "`block_size` if the Triton kernels take it, else a ValueError with those that they take."
+    "`block_size` if the Triton kernels take it, else a ValueError with those they take."
     if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size is {block_size}; the Triton kernels take {BLOCK_SIZES} "
-                         "(PAGEDLM_BACKEND=torch takes any)")
+        raise ValueError(f"block_size is {block_size}; the Triton kernels take "
+                         f"{BLOCK_SIZES} (PAGEDLM_BACKEND=torch takes any)")
     return block_size
 
 def pad(n: int) -> int:
@@ -75,8 +84,8 @@ def pad(n: int) -> int:
 def cache_strides(k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int]:
     "Elements from one block, slot and head to the next, the same for both caches."
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError("k_cache and v_cache need equal strides, 1 in the last dimension; got "
-                         f"{k_cache.stride()} and {v_cache.stride()}")
+        raise ValueError("k_cache and v_cache need equal strides, 1 in the last dimension; "
+                         f"got {k_cache.stride()} and {v_cache.stride()}")
     return k_cache.stride()[:3]
 
 # %% ../nbs/01_kernels.ipynb #write-kernel
@@ -85,12 +94,13 @@ def write_kernel(k_cache, v_cache, k, v, slots, cache_block, cache_slot, cache_h
                  k_token, k_head, k_dim, v_token, v_head, v_dim,
                  BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, PAD_HEADS: tl.constexpr,
                  HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr):
-    "Program t puts the key and the value of token t, all heads, into slot slots[t]; -1: nowhere."
+    "Program t puts the key and the value of token t into slot slots[t]; -1: nowhere."
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     head, dim = tl.arange(0, PAD_HEADS)[:, None], tl.arange(0, PAD_DIM)[None, :]
     there = (head < NUM_HEADS) & (dim < HEAD_DIM)
-    at = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot + head * cache_head + dim
+    at = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
+    at += head * cache_head + dim
     if slot >= 0:
         key = tl.load(k + token * k_token + head * k_head + dim * k_dim, mask=there)
         tl.store(k_cache + at, key, mask=there)
@@ -112,16 +122,17 @@ def triton_write(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: 
     _, block_size, heads, dim = k_cache.shape
     if not len(slots): return
     write_kernel[(len(slots),)](
-        k_cache, v_cache, k, v, slots.contiguous(), *cache_strides(k_cache, v_cache), *k.stride(), *v.stride(),
-        BLOCK_SIZE=check_kernel_block_size(block_size), NUM_HEADS=heads, PAD_HEADS=pad(heads),
-        HEAD_DIM=dim, PAD_DIM=pad(dim))
+        k_cache, v_cache, k, v, slots.contiguous(), *cache_strides(k_cache, v_cache),
+        *k.stride(), *v.stride(), BLOCK_SIZE=check_kernel_block_size(block_size),
+        NUM_HEADS=heads, PAD_HEADS=pad(heads), HEAD_DIM=dim, PAD_DIM=pad(dim))
 
-def write_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put token t's key and value into slot `slots[t]` of one layer's blocks, in one launch.
+def write_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor
+                 ) -> None:
+    """Put token t's key and value into slot slots[t] of one layer's blocks, in one launch.
 
     caches [num_blocks, block_size, num_kv_heads, head_dim]; slots int64 [T]; k, v [T,
-    num_kv_heads, head_dim] with any strides, cast to the dtype of the cache. (Paper, section
-    5.1: fused reshape and block write.) ValueError names a shape that does not fit.
+    num_kv_heads, head_dim] with any strides, cast to the dtype of the cache. (Paper,
+    section 5.1: fused reshape and block write.) ValueError names a shape that does not fit.
     """
     check_write(k_cache, v_cache, slots, k, v)
     write = triton_write if pick_backend(k_cache.device) == "triton" else torch_write
@@ -138,26 +149,27 @@ def load_tile(at, mask, UPCAST: tl.constexpr):
 @jit
 def key_offsets(table, at, key, held, cache_block, cache_slot,
                 BLOCK_SIZE: tl.constexpr, TILE_K: tl.constexpr):
-    "Where in the cache the keys at positions `key` = at, at + 1, … lie: the whole indirection."
-    if BLOCK_SIZE >= TILE_K: block = tl.load(table + at // BLOCK_SIZE)    # one for the tile
-    else: block = tl.load(table + key // BLOCK_SIZE, mask=held, other=0)  # one for each key
-    return block.to(tl.int64) * cache_block + (key % BLOCK_SIZE).to(tl.int64) * cache_slot
+    "Where in the cache the keys at positions `key` = at, at + 1, … lie."
+    if BLOCK_SIZE >= TILE_K: block = tl.load(table + at // BLOCK_SIZE)     # one a tile
+    else: block = tl.load(table + key // BLOCK_SIZE, mask=held, other=0)   # one a key
+    slot = (key % BLOCK_SIZE).to(tl.int64)
+    return block.to(tl.int64) * cache_block + slot * cache_slot
 
 # %% ../nbs/01_kernels.ipynb #online
 @jit
 def online_softmax(scores, values, top, total, acc):
     "One more tile of keys: the running maximum, the sum and the weighted values, rescaled."
     higher = tl.maximum(top, tl.max(scores, 1))
-    safe = tl.where(higher == -float("inf"), 0.0, higher)       # a row that has seen no key yet
+    safe = tl.where(higher == -float("inf"), 0.0, higher)      # a row that has seen no key
     probs, shrink = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
-    acc = acc * shrink[:, None] + tl.dot(probs.to(values.dtype), values, input_precision="ieee")
-    return higher, total * shrink + tl.sum(probs, 1), acc
+    new = tl.dot(probs.to(values.dtype), values, input_precision="ieee")
+    return higher, total * shrink + tl.sum(probs, 1), acc * shrink[:, None] + new
 
 # %% ../nbs/01_kernels.ipynb #key-range
 @jit
 def key_range(context, position, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
               WINDOW: tl.constexpr, SPLITS: tl.constexpr):
-    """Keys [begin, stop) that a tile whose first query sits at `position` reads in this split."""
+    "The keys [begin, stop) that a tile reads whose first query sits at `position`."
     stop, begin = tl.minimum(context, position + TILE_Q), 0
     if WINDOW: begin = tl.maximum(0, position - WINDOW + 1) // TILE_K * TILE_K
     share = tl.cdiv(tl.cdiv(stop - begin, TILE_K), SPLITS) * TILE_K
@@ -166,18 +178,20 @@ def key_range(context, position, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 
 # %% ../nbs/01_kernels.ipynb #attend-kernel
 @jit
-def attend_keys(queries, position, begin, stop, scale, k_head, v_head, table, cache_block, cache_slot,
-                HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                TILE_M: tl.constexpr, TILE_K: tl.constexpr, WINDOW: tl.constexpr,
-                UPCAST: tl.constexpr):
-    "The loop over the keys [begin, stop) of one KV head: the rows' maxima, sums and weighted values."
+def attend_keys(queries, position, begin, stop, scale, k_head, v_head, table, cache_block,
+                cache_slot, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+                WINDOW: tl.constexpr, UPCAST: tl.constexpr):
+    "The keys [begin, stop) of one KV head: each row's maximum, sum and weighted values."
     dim = tl.arange(0, PAD_DIM)
     top = tl.full([TILE_M], -float("inf"), tl.float32)
     total, acc = tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M, PAD_DIM], tl.float32)
     for at in range(begin, stop, TILE_K):
         key = at + tl.arange(0, TILE_K)
-        offsets = key_offsets(table, at, key, key < stop, cache_block, cache_slot, BLOCK_SIZE, TILE_K)
-        where, filled = offsets[:, None] + dim[None, :], (key < stop)[:, None] & (dim < HEAD_DIM)[None, :]
+        offsets = key_offsets(table, at, key, key < stop, cache_block, cache_slot,
+                              BLOCK_SIZE, TILE_K)
+        where = offsets[:, None] + dim[None, :]
+        filled = (key < stop)[:, None] & (dim < HEAD_DIM)[None, :]
         keys = load_tile(k_head + where, filled, UPCAST)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         sees = (key < stop)[None, :] & (key[None, :] <= position[:, None])
@@ -189,14 +203,14 @@ def attend_keys(queries, position, begin, stop, scale, k_head, v_head, table, ca
 
 # %% ../nbs/01_kernels.ipynb #attend-kernel-main
 @jit
-def attend_kernel(out, lse, q, k_cache, v_cache, tables, context_lens, query_starts, tiles, scale,
-                  out_split, out_token, out_head, lse_split, lse_token, q_token, q_head,
-                  cache_block, cache_slot, cache_head, table_row,
+def attend_kernel(out, lse, q, k_cache, v_cache, tables, context_lens, query_starts, tiles,
+                  scale, out_split, out_token, out_head, lse_split, lse_token, q_token,
+                  q_head, cache_block, cache_slot, cache_head, table_row,
                   NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
                   PAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr,
                   TILE_K: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
                   UPCAST: tl.constexpr):
-    "Program (tile * NUM_KV_HEADS + KV head, split): some queries of one sequence, one group of heads."
+    "Program (tile * NUM_KV_HEADS + KV head, split): a tile's queries, one group of heads."
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1).to(tl.int64)
     seq, first = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
@@ -208,31 +222,32 @@ def attend_kernel(out, lse, q, k_cache, v_cache, tables, context_lens, query_sta
     there, token = live[:, None] & (dim < HEAD_DIM)[None, :], (start + query).to(tl.int64)
     at_q = token[:, None] * q_token + head[:, None] * q_head + dim[None, :]
     queries = load_tile(q + at_q, there, UPCAST)
-    before = context - num_queries                             # tokens before this step's first
-    begin, stop = key_range(context, before + first, TILE_M // GROUP, TILE_K, WINDOW, SPLITS)
+    before = context - num_queries                    # tokens before the first of this step
+    begin, stop = key_range(
+        context, before + first, TILE_M // GROUP, TILE_K, WINDOW, SPLITS)
     in_cache = kv_head.to(tl.int64) * cache_head
     top, total, acc = attend_keys(
         queries, before + query, begin, stop, scale, k_cache + in_cache, v_cache + in_cache,
-        tables + seq * table_row, cache_block, cache_slot, HEAD_DIM, PAD_DIM, BLOCK_SIZE, TILE_M,
-        TILE_K, WINDOW, UPCAST)
-    some = tl.where(total > 0, total, 1.0)                     # a row that saw no key gives 0
-    at_out = split * out_split + token[:, None] * out_token + head[:, None] * out_head + dim[None, :]
-    tl.store(out + at_out, acc / some[:, None], mask=there)
+        tables + seq * table_row, cache_block, cache_slot, HEAD_DIM, PAD_DIM, BLOCK_SIZE,
+        TILE_M, TILE_K, WINDOW, UPCAST)
+    some = tl.where(total > 0, total, 1.0)            # a row that saw no key gives 0
+    at_out = token[:, None] * out_token + head[:, None] * out_head + dim[None, :]
+    tl.store(out + split * out_split + at_out, acc / some[:, None], mask=there)
     at_lse = split * lse_split + token * lse_token + head
     if SPLITS > 1: tl.store(lse + at_lse, top + tl.log2(some), mask=live)
 
 # %% ../nbs/01_kernels.ipynb #merge-kernel
 @jit
-def merge_kernel(out, parts, lses, out_token, out_head, parts_split, parts_token, parts_head,
-                 lse_split, lse_token, SPLITS: tl.constexpr, PAD_SPLITS: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr):
-    "Program (token, head) merges the splits' parts, weighted by their log-sum-exps (base 2)."
+def merge_kernel(out, parts, lses, out_token, out_head, parts_split, parts_token,
+                 parts_head, lse_split, lse_token, SPLITS: tl.constexpr,
+                 PAD_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr):
+    "Program (token, head) merges the splits' parts by their log-sum-exps (in base 2)."
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     split, dim = tl.arange(0, PAD_SPLITS), tl.arange(0, PAD_DIM)
     lse = tl.load(lses + split * lse_split + token * lse_token + head, mask=split < SPLITS,
                   other=-float("inf"))
     top = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))      # an empty part: 0
+    weights = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))     # an empty part: 0
     at = split.to(tl.int64) * parts_split + token * parts_token + head * parts_head
     there = (split < SPLITS)[:, None] & (dim < HEAD_DIM)[None, :]
     part = tl.load(parts + at[:, None] + dim[None, :], mask=there, other=0.0)
@@ -248,60 +263,56 @@ def merge(out: Tensor, parts: Tensor, lse: Tensor):
         out, parts, lse, *out.stride()[:2], *parts.stride()[:3], *lse.stride()[:2],
         SPLITS=splits, PAD_SPLITS=pad(splits), HEAD_DIM=dim, PAD_DIM=pad(dim))
 
-def longest(batch: PagedBatch) -> int: return max(context for *_, context in batch.lens)
-
-def num_sms(device: torch.device) -> int:
-    "Multiprocessors of a GPU; the interpreter runs one program at a time."
-    if device.type != "cuda": return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-# %% ../nbs/01_kernels.ipynb #tiles
-LOG2_E = 1.4426950408889634     # exp(x) = exp2(x * LOG2_E), and the hardware has exp2
-
+# %% ../nbs/01_kernels.ipynb #query-tiles
 def query_tiles(batch: PagedBatch, tile_q: int) -> Tensor:
-    "[num_tiles, 2] int32: the sequence of each tile, and its first query there. Once a step."
+    "[num_tiles, 2] int32: the sequence of each tile, its first query there. Once a step."
     def make():
         pairs = [(i, first) for i, (_, queries, _) in enumerate(batch.lens)
                  for first in range(0, queries, tile_q)]
-        return torch.tensor(pairs, dtype=torch.int32).view(-1, 2).to(batch.context_lens.device)
+        tiles = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
+        return tiles.to(batch.context_lens.device)
     return batch.once(("tiles", tile_q), make)
 
-def tile_shape(group: int, head_dim: int, itemsize: int, decodes: bool) -> dict[str, int]:
-    """Rows (query, head) and keys of a program's tile, and how many stages its loop overlaps.
+# %% ../nbs/01_kernels.ipynb #tile-shape
+LOG2_E = 1.4426950408889634     # exp(x) = exp2(x * LOG2_E), and the hardware has exp2
 
-    A decoding sequence has `group` rows, and a matrix product wants 16. A tile of keys is at
-    most 16 KB. Five stages hide two dependent loads, the table's entry and then the key.
+def tile_shape(group: int, head_dim: int, itemsize: int, decodes: bool) -> dict[str, int]:
+    """Rows (query, head) and keys of a program's tile, and the stages its loop overlaps.
+
+    A decoding sequence has `group` rows, and a matrix product wants 16. A tile of keys is
+    at most 16 KB. Five stages hide two dependent loads, the table's entry and the key.
     """
     rows = 16 if decodes else 32 if itemsize == 4 else 64
     keys = min(64, max(16, 2**14 // (itemsize * pad(head_dim))))
     return dict(TILE_M=max(rows, pad(group)), TILE_K=keys, num_stages=5 if decodes else 3)
 
-def num_splits(programs: int, longest: int, num_sms: int) -> int:
-    """Programs that share one context: enough for two on each multiprocessor, but none with
-    fewer than 512 keys of the longest context to read, and 64 at the most."""
-    return max(1, min(-(-2 * num_sms // programs), longest // 512, 64))
-
 # %% ../nbs/01_kernels.ipynb #triton-attend
 def attend_shape(q: Tensor, k_cache: Tensor, batch: PagedBatch, window: int | None) -> dict:
     "The sizes that the kernel is compiled for; each combination is a program of its own."
-    dim, (block_size, kv_heads), half = q.shape[2], k_cache.shape[1:3], q.dtype.itemsize == 2
+    dim, (block_size, kv_heads), itemsize = q.shape[2], k_cache.shape[1:3], q.dtype.itemsize
     group, decodes = q.shape[1] // kv_heads, all(n < 2 for _, n, _ in batch.lens)
     return dict(NUM_KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=dim, PAD_DIM=max(16, pad(dim)),
                 BLOCK_SIZE=check_kernel_block_size(block_size), WINDOW=window or 0,
-                UPCAST=INTERPRETED and half, **tile_shape(group, dim, q.dtype.itemsize, decodes))
+                UPCAST=INTERPRETED and itemsize == 2,
+                **tile_shape(group, dim, itemsize, decodes))
 
-def triton_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float,
-                  window: int | None = None, splits: int | None = None) -> Tensor:
+def triton_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
+                  scale: float, window: int | None = None, splits: int | None = None
+                  ) -> Tensor:
     "`attend` by the kernels; `splits` None: as many as `num_splits` says."
     shape = attend_shape(q, k_cache, batch, window)
-    kv_heads, out = shape["NUM_KV_HEADS"], torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tiles = query_tiles(batch, shape["TILE_M"] // shape["GROUP"])
-    if not len(tiles): return out
-    if splits is None: splits = num_splits(len(tiles) * kv_heads, longest(batch), num_sms(q.device))
-    parts = out[None] if splits == 1 else out.new_empty(splits, *q.shape, dtype=torch.float32)
+    programs = len(tiles) * shape["NUM_KV_HEADS"]
+    if not programs: return out
+    if splits is None:
+        splits = num_splits(programs, longest(batch, window), num_sms(q.device))
+    parts = out[None]
+    if splits > 1: parts = out.new_empty(splits, *q.shape, dtype=torch.float32)
     lse = out.new_empty(parts.shape[:3], dtype=torch.float32)
-    q, tables = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, batch.block_tables))
-    attend_kernel[(len(tiles) * kv_heads, splits)](
+    dense = lambda t: t if t.stride(-1) == 1 else t.contiguous()
+    q, tables = dense(q), dense(batch.block_tables)
+    attend_kernel[(programs, splits)](
         parts, lse, q, k_cache, v_cache, tables, batch.context_lens.contiguous(),
         batch.query_starts.contiguous(), tiles, scale * LOG2_E, *parts.stride()[:3],
         *lse.stride()[:2], *q.stride()[:2], *cache_strides(k_cache, v_cache),
@@ -312,12 +323,12 @@ def triton_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
 # %% ../nbs/01_kernels.ipynb #attend
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
            scale: float | None = None, window: int | None = None) -> Tensor:
-    """Attention of a batch through its block tables (paper, section 5.1: fused block read and
-    attention), by the kernels on a GPU and in PyTorch elsewhere.
+    """Attention of a batch through its block tables (paper, section 5.1: fused block read
+    and attention), by the kernels on a GPU and in PyTorch elsewhere.
 
     q [num_tokens, H, D]; caches [num_blocks, block_size, Hkv, D]; returns q's shape. Whole
-    prompts, chunks and decoding sequences may mix in any order. With a `window`, the query at
-    position p sees the keys p - window + 1 to p only. No slot outside a context matters.
+    prompts, chunks and decoding sequences may mix in any order. With a `window`, the query
+    at position p sees the keys p - window + 1 to p only. No slot outside a context matters.
     """
     if pick_backend(q.device) == "torch":
         return paged_attention(q, k_cache, v_cache, batch, scale, window)
@@ -328,23 +339,24 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
 # %% ../nbs/01_kernels.ipynb #copy-chains
 def check_pairs(pairs: Iterable[tuple[int, int]], num_src: int, num_dst: int
                 ) -> list[tuple[int, int]]:
-    "The (source, destination) pairs; ValueError where a block is none, or is written twice."
+    "The (source, destination) pairs; ValueError if a block is none, or is written twice."
     pairs, written = list(pairs), set()
     for src, dst in pairs:
         for block, num_blocks in ((src, num_src), (dst, num_dst)):
             if not 0 <= block < num_blocks:
-                raise ValueError(f"block {block} does not exist: blocks are 0 to {num_blocks - 1}")
+                raise ValueError(f"block {block} does not exist: "
+                                 f"blocks are 0 to {num_blocks - 1}")
         if dst in written:
             raise ValueError(f"block {dst} is the destination of two copies: {pairs}")
         written.add(dst)
     return pairs
 
 def copy_chains(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group simultaneous copies into chains that may run side by side. Within a chain each block
-    is read before it is written, if the last pair's source is read first of all: that breaks a
-    cycle, and changes nothing else."""
+    """Group simultaneous copies into chains that may run side by side. Within a chain each
+    block is read before it is written, if the last pair's source is read first of all: that
+    breaks a cycle, and changes nothing else."""
     source, readers = {dst: src for src, dst in pairs}, {}
-    for src, dst in pairs:       # the copies that must read `src` before another one writes it
+    for src, dst in pairs:      # the copies that must read `src` before another writes it
         if src in source and src != dst: readers.setdefault(src, []).append(dst)
     ends = [dst for src, dst in pairs if src not in source]
     chains, done = [], set()
@@ -360,9 +372,10 @@ def copy_chains(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 # %% ../nbs/01_kernels.ipynb #copy-kernel
 @jit
 def copy_kernel(data, pairs, starts, plane, block, SIZE, TILE: tl.constexpr):
-    """Program (chain, plane, chunk) carries one chunk of a block's elements along a chain of
-    copies, in one layer's keys or values. Nobody else touches this chunk of these blocks."""
-    first, last = tl.load(starts + tl.program_id(0)), tl.load(starts + tl.program_id(0) + 1) - 1
+    """Program (chain, plane, chunk) carries one chunk of a block's elements along a chain
+    of copies, in one layer's keys or values. Nobody else touches this chunk there."""
+    chain = starts + tl.program_id(0)
+    first, last = tl.load(chain), tl.load(chain + 1) - 1
     at = tl.program_id(2) * TILE + tl.arange(0, TILE)
     base, inside = data + tl.program_id(1).to(tl.int64) * plane + at, at < SIZE
     held = tl.load(base + tl.load(pairs + 2 * last) * block, mask=inside)
@@ -390,8 +403,8 @@ def triton_copy(data: Tensor, pairs: list[tuple[int, int]]):
         flat, order, starts, flat.stride(0), flat.stride(1), size, TILE=tile)
 
 def copy_blocks(data: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
-    """Copy whole blocks for each (source, destination), keys and values of all layers, in one
-    launch and as if simultaneously (paper, section 5.1: fused block copy).
+    """Copy whole blocks for each (source, destination), keys and values of all layers, in
+    one launch and as if simultaneously (paper, section 5.1: fused block copy).
 
     data [2, num_layers, num_blocks, ...]. A block that does not exist, or that is written
     by two pairs, is a ValueError that names it, and nothing is copied.
@@ -404,7 +417,7 @@ def copy_blocks(data: Tensor, pairs: Iterable[tuple[int, int]]) -> None:
 @jit
 def pack_kernel(data, staged, blocks, plane, block, staged_plane, SIZE, TILE: tl.constexpr,
                 UNPACK: tl.constexpr):
-    "Program (i, plane, chunk) moves a chunk of block blocks[i] to place i of `staged`, or back."
+    "Program (i, plane, chunk) moves a chunk of block blocks[i] to place i of `staged`."
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(2) * TILE + tl.arange(0, TILE)
     layer = tl.program_id(1).to(tl.int64)
@@ -418,25 +431,27 @@ def launch_pack(data: Tensor, staged: Tensor, blocks: Tensor, unpack: bool):
     flat, rows = planes(data), planes(staged)
     size, tile = flat.shape[2], 1024
     pack_kernel[(len(blocks), len(flat), -(-size // tile))](
-        flat, rows, blocks.contiguous(), flat.stride(0), flat.stride(1), rows.stride(0), size,
-        TILE=tile, UNPACK=unpack)
+        flat, rows, blocks.contiguous(), flat.stride(0), flat.stride(1), rows.stride(0),
+        size, TILE=tile, UNPACK=unpack)
 
 def pack_blocks(data: Tensor, blocks: Tensor) -> Tensor:
     "Gather scattered blocks (int64 [n]) of all layers into a new [2, num_layers, n, ...]."
-    if pick_backend(data.device) == "torch" or not len(blocks): return data.index_select(2, blocks)
+    if pick_backend(data.device) == "torch" or not len(blocks):
+        return data.index_select(2, blocks)
     staged = data.new_empty(*data.shape[:2], len(blocks), *data.shape[3:])
     launch_pack(data, staged, blocks, unpack=False)
     return staged
 
 def unpack_blocks(data: Tensor, staged: Tensor, blocks: Tensor) -> None:
     "The mirror of `pack_blocks`: staged [2, num_layers, n, ...] into the blocks of `data`."
-    if pick_backend(data.device) == "torch" or not len(blocks): data.index_copy_(2, blocks, staged)
+    if pick_backend(data.device) == "torch" or not len(blocks):
+        data.index_copy_(2, blocks, staged)
     else: launch_pack(data, staged, blocks, unpack=True)
 
 # %% ../nbs/01_kernels.ipynb #swapper
 class Transfers:
-    """One transfer at a time between a device and pinned host memory, on a stream of its own, so
-    that the device computes on; on a CPU there is nothing to transfer."""
+    """One transfer at a time between a device and pinned host memory, on a stream of its
+    own, so that the device computes on; on a CPU there is nothing to transfer."""
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -445,35 +460,38 @@ class Transfers:
         "Begin to send `staged`; the event to wait for, and where it lands."
         if self.stream is None: return None, staged
         pinned = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))      # it must be packed
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))    # it is packed
         with torch.cuda.stream(self.stream): pinned.copy_(staged, non_blocking=True)
-        staged.record_stream(self.stream)                                    # not to be reused before
+        staged.record_stream(self.stream)                                  # and in use
         return self.stream.record_event(), pinned
 
     def to_device(self, host: Tensor, blocks: Tensor) -> Tensor:
         "The host pool's `blocks` on the device; later work there waits for them."
         if self.stream is None: return host.index_select(2, blocks)
-        pinned = torch.empty(*host.shape[:2], len(blocks), *host.shape[3:], dtype=host.dtype, pin_memory=True)
+        shape = (*host.shape[:2], len(blocks), *host.shape[3:])
+        pinned = torch.empty(shape, dtype=host.dtype, pin_memory=True)
         torch.index_select(host, 2, blocks, out=pinned)
-        with torch.cuda.stream(self.stream): staged = pinned.to(self.device, non_blocking=True)
+        with torch.cuda.stream(self.stream):
+            staged = pinned.to(self.device, non_blocking=True)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         staged.record_stream(torch.cuda.current_stream(self.device))
         return staged
 
 # %% ../nbs/01_kernels.ipynb #swapper-class
 class Swapper:
-    """Moves blocks between a device pool and a host pool, both [2, num_layers, num_blocks, ...]
-    (paper, sections 4.5 and 5.1). A call is one gather, one transfer and one scatter, whatever
-    the number of blocks. A device block may be overwritten as soon as its `swap_out` returned.
-    `bytes_out`, `bytes_in` and `transfers` count."""
+    """Moves blocks between a device pool and a host pool, both [2, num_layers, num_blocks,
+    ...] (paper, sections 4.5 and 5.1). A call is one gather, one transfer and one scatter,
+    whatever the number of blocks. A device block may be overwritten as soon as its
+    `swap_out` returned. `bytes_out`, `bytes_in` and `transfers` count."""
     def __init__(self, device: Tensor, host: Tensor):
         self.device, self.host, self.link = device, host, Transfers(device.device)
-        self.landing: list[tuple] = []      # (event, pinned blocks, their numbers in the host pool)
+        self.landing: list[tuple] = []      # (event, pinned blocks, their host numbers)
         self.bytes_out = self.bytes_in = self.transfers = 0
 
     def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
         "Move each (device block, host block). Returns before the transfer has ended."
-        if not (pairs := check_pairs(pairs, self.device.shape[2], self.host.shape[2])): return
+        pairs = check_pairs(pairs, self.device.shape[2], self.host.shape[2])
+        if not pairs: return
         src, dst = torch.tensor(pairs).T
         staged = pack_blocks(self.device, src.to(self.device.device))
         self.landing.append((*self.link.to_host(staged), dst))
@@ -481,7 +499,8 @@ class Swapper:
 
     def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
         "Move each (host block, device block). Later work on the device waits for it."
-        if not (pairs := check_pairs(pairs, self.host.shape[2], self.device.shape[2])): return
+        pairs = check_pairs(pairs, self.host.shape[2], self.device.shape[2])
+        if not pairs: return
         self.settle()
         src, dst = torch.tensor(pairs).T
         staged = self.link.to_device(self.host, src)
@@ -494,3 +513,117 @@ class Swapper:
         for event, pinned, blocks in landing:
             if event is not None: event.synchronize()
             self.host.index_copy_(2, blocks, pinned)
+
+# %% ../nbs/01_kernels.ipynb #compile-kernel
+# Arguments that are no multiple of 16 on a launch; pointers and strides of caches are.
+UNALIGNED = {"scale", "lse_split", "lse_token", "table_row"}
+
+def compile_kernel(name: str, types: dict[str, str], sizes: dict[str, int], stages: int = 3,
+                   arch: int = 90):
+    """Kernel `name` as Triton compiles it for a GPU of compute capability arch / 10, which
+    need not be there. types: of its arguments ("*bf16"), "i32" where none is given; sizes:
+    its constants. Only in a process whose Triton does not interpret."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    kernel = globals()[name]
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in sizes else types.get(n, "i32") for n in names}
+    constants = {(names.index(n),): size for n, size in sizes.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if n not in UNALIGNED | set(sizes)}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32),
+                          options=dict(num_stages=stages))
+
+# %% ../nbs/01_kernels.ipynb #disassemble
+def disassemble(cubin: bytes) -> tuple[str, str]:
+    "A compiled kernel's resources and instructions, by NVIDIA's tools inside Triton."
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    for tool in ("cuobjdump", "nvdisasm"):
+        if not os.path.exists(os.path.join(tools, tool)):
+            raise RuntimeError(f"this build of Triton comes without {tool}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as f: f.write(cubin)
+        run = lambda tool, flag: subprocess.run([os.path.join(tools, tool), flag, path],
+                                                capture_output=True, check=True).stdout
+        return run("cuobjdump", "-res-usage").decode(), run("nvdisasm", "-c").decode()
+
+def read_code(compiled) -> dict:
+    "What a compiled kernel takes of a GPU, and how it loads and multiplies."
+    usage, code = disassemble(compiled.asm["cubin"])
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    named = lambda pattern: dict(Counter(re.findall(rf"\b(?:{pattern})[\w.]*", code)))
+    return dict(registers=registers, stack=stack, shared=compiled.metadata.shared,
+                instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
+                loads=named("LDGSTS"), products=named("HGMMA|HMMA|FFMA"),
+                tf32="tf32" in (compiled.asm["ptx"] + code).lower(),
+                buffers=re.findall(r"local_alloc.*memdesc<(\w+),", compiled.asm["ttgir"]))
+
+# %% ../nbs/01_kernels.ipynb #compile-attend
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+
+def compile_attend(dtype: str, group: int, head_dim: int, block_size: int, decodes: bool,
+                   window: int | None = None, splits: int = 1, stages: int | None = None,
+                   num_kv_heads: int = 8, arch: int = 90) -> dict:
+    "What `compile_report` says, for a process whose Triton does not interpret."
+    dtype = getattr(torch, dtype)
+    shape = tile_shape(group, head_dim, dtype.itemsize, decodes)
+    stages = stages or shape["num_stages"]
+    sizes = dict(NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+                 PAD_DIM=max(16, pad(head_dim)), BLOCK_SIZE=block_size, WINDOW=window or 0,
+                 SPLITS=splits, UPCAST=False)
+    sizes |= {tile: shape[tile] for tile in ("TILE_M", "TILE_K")}
+    types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTERS[dtype])
+    types |= dict(lse="*fp32", tables="*i32", tiles="*i32", context_lens="*i64",
+                  query_starts="*i64", scale="fp32")
+    if splits > 1: types["out"] = "*fp32"
+    compiled = compile_kernel("attend_kernel", types, sizes, stages, arch)
+    tile = dict(rows=sizes["TILE_M"], keys=sizes["TILE_K"], stages=stages)
+    return tile | read_code(compiled)
+
+# %% ../nbs/01_kernels.ipynb #compile-report
+REPORTER = ("import json, sys; from pagedlm.kernels import compile_attend; "
+            "print(json.dumps([compile_attend(**s) for s in json.load(sys.stdin)]))")
+
+def compile_reports(shapes: list[dict]) -> list[dict]:
+    "`compile_report` for several shapes, in one process."
+    if triton is None: raise RuntimeError("triton is not installed")
+    asked = [{**s, "dtype": str(s["dtype"]).removeprefix("torch.")} for s in shapes]
+    done = subprocess.run([sys.executable, "-c", REPORTER], input=json.dumps(asked),
+                          env={**os.environ, "TRITON_INTERPRET": "0"}, text=True,
+                          capture_output=True)
+    if done.returncode:
+        last = done.stderr.strip().split("\n")[-1]
+        raise RuntimeError(f"Triton could not compile: {last}")
+    return json.loads(done.stdout)
+
+def compile_report(dtype: torch.dtype, group: int, head_dim: int, block_size: int,
+                   decodes: bool, **more) -> dict:
+    """Compile `attend_kernel` as `attend` would for this shape (strides multiples of 16, as
+    those of an engine's cache), for a GPU that need not be there; read the machine code.
+
+    more: window, splits, stages, num_kv_heads, arch (90: H100 and H200). Returns the tile's
+    rows and keys; stages; registers of a thread; stack (bytes it spills to memory); shared
+    (bytes of a program); instructions; how many of each that loads from memory into shared
+    memory (`loads`) and that multiplies (`products`); tf32, whether TF32 occurs; buffers,
+    the shape of each tile in shared memory. RuntimeError if it does not compile.
+    """
+    return compile_reports([dict(dtype=dtype, group=group, head_dim=head_dim,
+                                 block_size=block_size, decodes=decodes, **more)])[0]
+
+# %% ../nbs/01_kernels.ipynb #splits
+def longest(batch: PagedBatch, window: int | None = None) -> int:
+    "The most keys that one query of the batch sees."
+    context = max(context for *_, context in batch.lens)
+    return min(context, window or context)
+
+def num_sms(device: torch.device) -> int:
+    "Multiprocessors of a GPU; the interpreter runs one program at a time."
+    if device.type != "cuda": return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+def num_splits(programs: int, longest: int, num_sms: int) -> int:
+    """Programs that share one context: enough for two on each multiprocessor, but none with
+    fewer than 512 keys of the longest context to read, and 64 at the most."""
+    return max(1, min(-(-2 * num_sms // programs), longest // 512, 64))
