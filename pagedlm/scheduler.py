@@ -455,7 +455,7 @@ class Scheduler(Outcomes):
         Returns the sequences that got a token, forks behind those that they forked from. What
         left meanwhile is passed over. The caller ends a sequence, by `finish` or `abort`: at
         `max_tokens` at the latest, and at once if its row should have a token and has none."""
-        rows = [row for row in plan.rows if row.seq_id in self.sequences]
+        rows = [row for row in plan.rows if row.seq_id in self.known]
         self.took(rows)
         return [seq for row in rows if row.samples and row.seq_id in sampled
                 for seq in self.extend(self.sequences[row.seq_id], sampled[row.seq_id])]

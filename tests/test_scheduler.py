@@ -1,5 +1,6 @@
 """The scheduler against a fake model whose answers betray any wrong token, block or position."""
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,38 +26,60 @@ def solo(prompt, max_tokens):
 
 
 class FakeRunner:
-    """Its K/V cache holds (token, position) in each slot. A row writes its own tokens, then reads
-    the whole context back through its table; the next token is a hash of what it read."""
+    """Its K/V cache holds (token, position, salt) in each slot. A row writes its own tokens, then
+    reads its whole context back through its table; what it read is all that the "model" knows."""
 
-    def __init__(self, blocks):
-        self.block_size, self.tables = blocks.block_size, {}
-        self.cache = [(None, None)] * (blocks.num_blocks * blocks.block_size)
-        self.entered = self.left = self.computed = 0
-
-    def slot(self, seq_id, position):
-        block = self.tables[seq_id][position // self.block_size]
-        return block * self.block_size + position % self.block_size
+    def __init__(self, scheduler):
+        self.scheduler, self.block_size, self.tables = scheduler, scheduler.blocks.block_size, {}
+        self.cache = [[None] * self.block_size for _ in range(scheduler.blocks.num_blocks)]
+        self.entered = self.left = self.computed = self.copied = 0
 
     def execute(self, plan):
+        "The histories that the rows that sample have read, by seq_id."
         for seq_id in plan.released: del self.tables[seq_id]    # KeyError: released twice
         self.left += len(plan.released)
+        targets = [target for _, target in plan.copies]
+        assert len(set(targets)) == len(targets)
+        for target, block in [(b, list(self.cache[a])) for a, b in plan.copies]:
+            self.cache[target] = block
+        self.copied += len(targets)
         for row in plan.rows: self.write(row)
         read = {row.seq_id: self.read(row) for row in plan.rows}
         return {row.seq_id: read[row.seq_id] for row in plan.rows if row.samples}
 
     def write(self, row):
-        assert (row.position == 0) == (row.seq_id not in self.tables), "enters at 0, and only there"
-        self.entered += row.position == 0
+        blocks, salt = self.scheduler.blocks, self.scheduler.sequences[row.seq_id].salt
+        if row.seq_id not in self.tables:
+            assert row.first_block == 0 and row.blocks, "it enters with its whole table"
+            self.entered += 1
+        table = self.tables.setdefault(row.seq_id, [])
+        assert row.first_block <= len(table)
+        table[row.first_block:] = row.blocks
+        assert table == blocks.table(row.seq_id).blocks
+        for position, token in enumerate(row.tokens, row.position):
+            block = table[position // self.block_size]
+            assert blocks.allocator.refs[block] == 1, "others would see this write"
+            self.cache[block][position % self.block_size] = token, position, salt
         self.computed += len(row.tokens)
-        self.tables.setdefault(row.seq_id, []).extend(row.blocks)
-        for i, token in enumerate(row.tokens, row.position):
-            self.cache[self.slot(row.seq_id, i)] = token, i
 
     def read(self, row):
-        end = row.position + len(row.tokens)
-        cells = [self.cache[self.slot(row.seq_id, i)] for i in range(end)]
-        assert [position for _, position in cells] == list(range(end)), "a stale or foreign slot"
-        return next_token([token for token, _ in cells])
+        seq, end, table = self.scheduler.sequences[row.seq_id], row.position + len(row.tokens), \
+            self.tables[row.seq_id]
+        cells = [self.cache[table[i // self.block_size]][i % self.block_size] for i in range(end)]
+        assert all(cell and cell[1] == i for i, cell in enumerate(cells)), "a stale or foreign slot"
+        assert all(cell[2] == seq.salt for cell in cells), "what another salt has computed"
+        return [token for token, _, _ in cells]
+
+
+class Greedy:
+    "What stands above a scheduler: one token for each row that samples, until `max_tokens`."
+
+    def sample(self, read): return {seq_id: [next_token(history)] for seq_id, history in read.items()}
+
+    def take(self, scheduler, grown):
+        for seq in grown:
+            assert seq.remaining == 1
+            if len(seq.output) == seq.max_tokens: scheduler.finish(seq.seq_id)
 
 
 def prompt_of(i, n): return [(i * 7919 + j * 31) % 50_000 for j in range(n)]
@@ -75,51 +98,74 @@ def add(scheduler, *lengths, max_tokens=4):
     return seqs
 
 
-def check(scheduler, plan):
-    "What holds after every `schedule`."
+def check(scheduler, plan, known, was_running):
+    "What holds after every `schedule`; `known` is what the runner knew before."
     blocks, budget = scheduler.blocks, scheduler.max_num_batched_tokens
     blocks.check()
     ids = [row.seq_id for row in plan.rows]
-    running = {seq.seq_id: seq for seq in scheduler.running}
+    running = {seq.seq_id: seq for group in scheduler.running for seq in group.seqs}
     assert len(set(ids)) == len(ids) and plan.num_tokens <= budget
     assert all(row.tokens for row in plan.rows)
-    assert len(running) <= scheduler.max_num_seqs
+    assert sum(group.places for group in scheduler.running) <= scheduler.max_num_seqs
+    assert all(len(group.seqs) <= group.places for group in scheduler.groups.values())
     assert not set(plan.preempted) & set(ids), "a victim has no row"
-    assert set(plan.preempted) <= set(plan.released)
+    assert set(plan.preempted) & known <= set(plan.released) <= known
     assert len(set(plan.released)) == len(plan.released)
-    assert set(blocks.tables) == set(running)
-    if plan.preempted: assert all(row.position > 0 for row in plan.rows), "nobody comes in then"
-    queues = [scheduler.running, scheduler.preempted, scheduler.waiting]
-    for queue, status in zip(queues, [Status.RUNNING, Status.PREEMPTED, Status.WAITING]):
-        assert all(seq.status is status for seq in queue)
-        assert sorted(queue, key=lambda seq: seq.arrival) == list(queue)
-    assert sum(map(len, queues)) == len(scheduler.sequences) == len(scheduler.requests)
+    assert scheduler.known == (known - set(plan.released)) | set(ids)
+    assert set(ids) <= set(running) and set(blocks.tables) <= set(running) | set(scheduler.pins)
+    if plan.preempted: assert set(scheduler.running) <= was_running, "nobody comes in then"
+    check_queues(scheduler)
     for row in plan.rows:
         seq = running[row.seq_id]
-        assert row.position == seq.num_computed
-        assert row.samples == (row.position + len(row.tokens) == seq.num_tokens)
-        assert blocks.table(row.seq_id).num_tokens == row.position + len(row.tokens)
+        end = row.position + len(row.tokens)
+        assert row.position == seq.num_computed and row.tokens == seq.tokens_from(row.position, end - row.position)
+        assert row.samples == (end == seq.num_tokens)
+        assert blocks.table(row.seq_id).num_tokens == end
+        if row.seq_id not in known - set(plan.released):
+            assert row.first_block == 0 and row.blocks == blocks.table(row.seq_id).blocks
+    samples = {row.seq_id for row in plan.rows if row.samples}
+    for group in scheduler.running:
+        gang = {seq.seq_id for seq in group.seqs}
+        assert not gang & samples or gang <= samples, "all of a gang sample, or none"
+        assert len({seq.num_tokens for seq in group.seqs}) == 1
 
 
-def step(scheduler, runner, between=()):
+def check_queues(scheduler):
+    queues = [scheduler.running, scheduler.preempted, scheduler.waiting]
+    for queue, status in zip(queues, [Status.RUNNING, Status.PREEMPTED, Status.WAITING]):
+        assert all(group.status is status for group in queue)
+        assert sorted(queue, key=lambda group: group.arrival) == list(queue)
+    groups = [group for queue in queues for group in queue]
+    assert len(groups) == len(scheduler.groups) and set(groups) == set(scheduler.groups.values())
+    seqs = [seq for group in groups for seq in group.seqs]
+    assert {seq.seq_id: seq for seq in seqs} == scheduler.sequences and len(seqs) == len(scheduler.sequences)
+    assert all(seq.group is group for group in groups for seq in group.seqs)
+
+
+def step(scheduler, runner, between=(), caller=Greedy()):
     "One step; the ids in `between` are aborted while the plan runs. Returns the plan."
+    known, was_running = set(runner.tables), set(scheduler.running)
     plan = scheduler.schedule()
-    check(scheduler, plan)
-    sampled = runner.execute(plan)
+    check(scheduler, plan, known, was_running)
+    assert plan.rows or not scheduler.has_unfinished
+    read = runner.execute(plan)
+    assert set(runner.tables) == scheduler.known
+    sampled = caller.sample(read)
     for request_id in between: scheduler.abort(request_id)
     scheduler.blocks.check()
-    for seq in scheduler.update(plan, sampled):
-        assert seq.status is Status.RUNNING and seq.remaining == 1
-        if len(seq.output) == seq.max_tokens: scheduler.finish(seq.seq_id)
-    for seq in scheduler.running:
-        assert runner.tables[seq.seq_id] == scheduler.blocks.table(seq.seq_id).blocks
+    grown = scheduler.update(plan, sampled)
+    assert all(seq.group.status is Status.RUNNING for seq in grown)
+    caller.take(scheduler, grown)
+    for seq_id in scheduler.known:
+        assert runner.tables[seq_id] == scheduler.blocks.table(seq_id).blocks
     scheduler.blocks.check()
+    check_queues(scheduler)
     return plan
 
 
 def run(scheduler, runner=None, steps=1000):
     "All to their ends; returns the plans."
-    runner, plans = runner or FakeRunner(scheduler.blocks), []
+    runner, plans = runner or FakeRunner(scheduler), []
     while scheduler.has_unfinished:
         plans.append(step(scheduler, runner))
         assert len(plans) <= steps
@@ -132,11 +178,11 @@ def idle(scheduler, runner):
     runner.execute(scheduler.schedule())
     assert scheduler.blocks.num_used == 0 and not scheduler.blocks.tables and not runner.tables
     assert runner.entered == runner.left
-    assert not (scheduler.running or scheduler.waiting or scheduler.preempted or scheduler.requests)
+    assert not (scheduler.running or scheduler.waiting or scheduler.preempted or scheduler.groups)
 
 
 def rows(plan): return [(row.seq_id, len(row.tokens)) for row in plan.rows]
-def ids(queue): return "".join(seq.request_id for seq in queue)
+def ids(queue): return "".join(group.request_id for group in queue)
 
 
 # ---- the fake model sees what it should --------------------------------------------------
@@ -144,13 +190,14 @@ def ids(queue): return "".join(seq.request_id for seq in queue)
 def test_fake_model_sees_a_wrong_block():
     scheduler = make()
     a, = add(scheduler, 6)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
-    runner.cache[0] = (runner.cache[0][0] + 1, 0)
+    runner.cache[0][0] = (runner.cache[0][0][0] + 1, 0, None)
     step(scheduler, runner)
     assert a.output[0] == solo(a.prompt, 1)[0] and a.output != solo(a.prompt, 2)
+    row, = scheduler.schedule().rows
     runner.tables[0][:] = reversed(runner.tables[0])
-    with pytest.raises(AssertionError, match="stale or foreign"): step(scheduler, runner)
+    with pytest.raises(AssertionError, match="stale or foreign"): runner.read(row)
 
 
 # ---- hypothesis: anything may arrive -----------------------------------------------------
@@ -175,7 +222,7 @@ def workloads(draw):
 def serve(scheduler, requests, bound, after_step=lambda: None):
     """Requests (steps after the one before, prompt length, max_tokens, abort or None), served to
     the end. An abort is (steps after arrival, whether it comes while a plan runs)."""
-    runner, seqs, doomed, now, arrive = FakeRunner(scheduler.blocks), [], {}, 0, 0
+    runner, seqs, doomed, now, arrive = FakeRunner(scheduler), [], {}, 0, 0
     arrivals = {}
     for i, (gap, n, max_tokens, abort) in enumerate(requests):
         arrive += gap
@@ -191,7 +238,7 @@ def serve(scheduler, requests, bound, after_step=lambda: None):
     idle(scheduler, runner)
     for seq in seqs:
         want = solo(seq.prompt, seq.max_tokens)
-        assert seq.status is Status.FINISHED and seq.output == want[:len(seq.output)]
+        assert seq.group.status is Status.FINISHED and seq.output == want[:len(seq.output)]
         if not requests[seq.seq_id][3]: assert seq.output == want, seq
     event(f"steps: {'over 50' if now > 50 else 'up to 50'}")
     event(f"preempted: {scheduler.num_preemptions > 0}")
@@ -206,8 +253,8 @@ def test_anything_equals_solo(workload):
 
     def in_line():
         line = [*scheduler.running, *scheduler.preempted, *scheduler.waiting]
-        assert line == sorted(line, key=lambda seq: seq.arrival), "nobody passes anybody"
-        assert all(seq.remaining == 1 for seq in scheduler.running[:-1]), "one chunk at most, the last"
+        assert line == sorted(line, key=lambda group: group.arrival), "nobody passes anybody"
+        assert all(group.decodes for group in scheduler.running[:-1]), "one chunk at most, the last"
     # While a request is the oldest it computes a token in every step, and is never preempted.
     serve(scheduler, requests, sum(n + m for _, n, m, _ in requests), in_line)
 
@@ -237,7 +284,7 @@ def test_preempt_vector():
     assert "6 GPU blocks" in v["desc"] and "R3, frees 1 block" in v["expected"]
     scheduler = make(6, 4)
     r1, r2, r3 = add(scheduler, 8, 8, 4)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     assert scheduler.blocks.num_used == 5
     lost, = scheduler.blocks.table(2).blocks
@@ -245,8 +292,8 @@ def test_preempt_vector():
     plan = step(scheduler, runner)
     assert [(row.seq_id, row.blocks) for row in plan.rows] == [(0, [5]), (1, [lost])]
     assert plan.preempted == plan.released == [2] and scheduler.num_preemptions == 1
-    assert scheduler.running == [r1, r2] and list(scheduler.preempted) == [r3]
-    assert r3.num_computed == 0 and r3.num_preemptions == 1 and len(r3.output) == 1
+    assert scheduler.running == [r1.group, r2.group] and list(scheduler.preempted) == [r3.group]
+    assert r3.num_computed == 0 and r3.group.num_preemptions == 1 and len(r3.output) == 1
     run(scheduler, runner)
     assert [seq.output for seq in (r1, r2, r3)] == [solo(seq.prompt, 4) for seq in (r1, r2, r3)]
 
@@ -254,13 +301,13 @@ def test_preempt_vector():
 def test_order_after_preemption():
     scheduler = make(5, 4)
     seqs = add(scheduler, 8, 4, 4, max_tokens=9)
-    runner, entries = FakeRunner(scheduler.blocks), []
+    runner, entries = FakeRunner(scheduler), []
     step(scheduler, runner)
     assert step(scheduler, runner).preempted == [2]
     while not (plan := step(scheduler, runner)).preempted: assert rows(plan) == [(0, 1), (1, 1)]
     assert plan.preempted == [1] and ids(scheduler.preempted) == "BC"
     seqs += add(scheduler, 1, max_tokens=2)
-    assert [seq.num_preemptions for seq in seqs] == [0, 1, 1, 0]
+    assert [seq.group.num_preemptions for seq in seqs] == [0, 1, 1, 0]
     while scheduler.has_unfinished:
         plan = step(scheduler, runner)
         entries += [row.seq_id for row in plan.rows if row.position == 0]
@@ -272,11 +319,11 @@ def test_order_after_preemption():
 def test_preempts_itself():
     scheduler = make(3, 4)
     a, b = add(scheduler, 6, 4)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     plan = step(scheduler, runner)
     assert rows(plan) == [(0, 1)] and plan.preempted == plan.released == [1]
-    assert b.status is Status.PREEMPTED and ids(scheduler.preempted) == "B"
+    assert b.group.status is Status.PREEMPTED and ids(scheduler.preempted) == "B"
     assert scheduler.blocks.num_free == 1 and not scheduler.waiting
     run(scheduler, runner)
     assert b.output == solo(b.prompt, 4)
@@ -298,7 +345,7 @@ def test_victim_with_a_row_loses_it():
         def victim(self): return self.running[0]
     scheduler = make(4, 4, OldestGoes)
     a, b, c = add(scheduler, 4, 4, 2)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     scheduler.max_num_batched_tokens = 2    # A and B take all of it, until A has to go
     plan = step(scheduler, runner)
@@ -311,7 +358,7 @@ def test_block_boundary(n, added, preempted):
     "3 -> 4 tokens needs no block and preempts nobody; 4 -> 5 needs exactly one."
     scheduler = make(2, 4)
     add(scheduler, n, 2)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     assert scheduler.blocks.num_free == 0
     plan = step(scheduler, runner)
@@ -321,7 +368,7 @@ def test_block_boundary(n, added, preempted):
 def test_no_new_request_while_one_is_preempted():
     scheduler = make(3, 4)
     add(scheduler, 6, 4, max_tokens=6)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     step(scheduler, runner)
     add(scheduler, 1, max_tokens=1)         # one block is free, but B needs two
@@ -455,7 +502,7 @@ def test_tokens_from(p, start, n):
 def test_abort_in_every_state():
     scheduler = make(6, 4, max_num_seqs=3)
     a, b, c, d = add(scheduler, 8, 8, 4, 2, max_tokens=8)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     step(scheduler, runner)
     queues = scheduler.running, scheduler.preempted, scheduler.waiting
@@ -463,7 +510,7 @@ def test_abort_in_every_state():
     assert not scheduler.abort("nobody")
     for seq in (d, c, b):                   # waiting, preempted, running
         assert scheduler.abort(seq.request_id) and not scheduler.abort(seq.request_id)
-        assert seq.status is Status.FINISHED
+        assert seq.group.status is Status.FINISHED
         scheduler.blocks.check()
     assert scheduler.blocks.num_used == 3 and ids(scheduler.running) == "A"
     assert step(scheduler, runner).released == [1], "C was released before, D never entered"
@@ -474,7 +521,7 @@ def test_abort_in_every_state():
 def test_abort_while_the_plan_runs():
     scheduler = make(6, 4)
     a, b = add(scheduler, 8, 8)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     plan = step(scheduler, runner, between=["A"])
     assert rows(plan) == [(0, 1), (1, 1)]
@@ -489,10 +536,10 @@ def test_ids_come_again():
     "An abort and a new request with the same ids: the old plan does not touch the new one."
     scheduler = make(6, 4)
     add(scheduler, 6)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     step(scheduler, runner)
     plan = scheduler.schedule()
-    sampled = runner.execute(plan)
+    sampled = Greedy().sample(runner.execute(plan))
     assert scheduler.abort("A")
     new = Sequence(0, "A", prompt_of(5, 9), 4)
     scheduler.add(new)
@@ -507,9 +554,9 @@ def test_a_row_that_failed_to_sample():
     "Its sequence gets no token, and the caller ends it; the others go on."
     scheduler = make(6, 4)
     a, b = add(scheduler, 5, 5)
-    runner = FakeRunner(scheduler.blocks)
+    runner = FakeRunner(scheduler)
     plan = scheduler.schedule()
-    sampled = runner.execute(plan)
+    sampled = Greedy().sample(runner.execute(plan))
     del sampled[0]
     assert scheduler.update(plan, sampled) == [b] and a.output == []
     scheduler.finish(0)
