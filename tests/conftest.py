@@ -1,4 +1,5 @@
 "The marker `cuda`: tests that need a GPU, skipped where there is none."
+import pagedlm   # noqa: F401  first of all: it sets TRITON_INTERPRET before anything can import triton
 import pytest
 import torch
 
