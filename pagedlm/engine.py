@@ -5,7 +5,9 @@
 # %% ../nbs/09_engine.ipynb #imports
 from __future__ import annotations
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from threading import Lock
@@ -15,16 +17,17 @@ from .attention import PagedBatch, slots_at, to_device
 from .blocks import KVCache
 from .kernels import check_kernel_block_size, pick_backend
 from .models import Model, ModelConfig, load_model, load_tokenizer
-from .sampling import SamplingParams, make_stream, sample
+from .sampling import BeamSearch, Hypothesis, Logprob, SamplingParams, best_samples, make_stream, sample, token_logprobs
 from .scheduler import Plan, Scheduler, Sequence
 from .sharing import BlockManager
 
 # %% auto #0
 __all__ = ['Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'Detokenizer', 'check_limits',
            'resolve_max_model_len', 'available_memory', 'pool_size', 'check_text', 'Prompts', 'check_messages',
-           'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Request', 'EngineStats', 'Books', 'Requests',
-           'Lifecycle', 'Engine', 'run_plan', 'sample_rows', 'find_tokenizer', 'is_ids', 'as_batch', 'one_each',
-           'serve_all', 'LLM']
+           'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Choice', 'Request', 'beam_output', 'EngineStats',
+           'Books', 'Requests', 'new_request', 'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Prefixes',
+           'find_tokenizer', 'load', 'Engine', 'run_plan', 'take_token', 'next_tokens', 'note_logprobs', 'with_text',
+           'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -33,28 +36,21 @@ class Tables:
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device | str = "cpu"):
         self.data = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self.row_of: dict[int, int] = {}       # seq_id -> its row
-        self.num_blocks: dict[int, int] = {}   # seq_id -> blocks in that row
         self.free_rows = list(range(max_num_seqs))[::-1]
 
     def release(self, seq_ids: list[int]):
         "Take back the rows of sequences that left."
-        for s in seq_ids:
-            if s in self.row_of:
-                self.free_rows.append(self.row_of.pop(s))
-                del self.num_blocks[s]
+        self.free_rows += [self.row_of.pop(s) for s in seq_ids if s in self.row_of]
 
     def update(self, plan: Plan):
-        "Write the blocks that a plan adds, all in one indexed assignment."
+        "Write the blocks that a plan adds or replaces, all in one indexed assignment."
         self.release(plan.released)
         rows, cols, blocks = [], [], []
         for r in plan.rows:
-            if r.seq_id not in self.row_of:
-                self.row_of[r.seq_id], self.num_blocks[r.seq_id] = self.free_rows.pop(), 0
-            n = self.num_blocks[r.seq_id]
+            if r.seq_id not in self.row_of: self.row_of[r.seq_id] = self.free_rows.pop()
             rows += [self.row_of[r.seq_id]] * len(r.blocks)
-            cols += range(n, n + len(r.blocks))
+            cols += range(r.first_block, r.first_block + len(r.blocks))
             blocks += r.blocks
-            self.num_blocks[r.seq_id] = n + len(r.blocks)
         if blocks:
             row, col, block = torch.tensor([rows, cols, blocks]).to(self.data.device)
             self.data[row, col] = block.int()
@@ -284,41 +280,45 @@ def resolve_max_tokens(asked: int | None, num_prompt: int, max_model_len: int) -
 # %% ../nbs/09_engine.ipynb #outputs
 @dataclass
 class CompletionOutput:
-    """One generated sequence. `finish_reason` is None while it grows, then "stop", "length",
-    "abort" or "error"; `stop_reason` is the id from `stop_token_ids` that ended it, if one did."""
+    """One answer. `finish_reason` is None while it grows, then "stop", "length", "abort" or "error";
+    `stop_reason` is the id from `stop_token_ids` that ended it, if one did. `logprobs` (if asked for) has
+    one dict for each token, and `cumulative_logprob` is the sum over the tokens."""
     index: int
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
 
 @dataclass
 class RequestOutput:
-    "What a request has so far (text and ids are cumulative). `error` is set if it failed."
+    """What a request has so far (text and ids are cumulative). `error` is set if it failed;
+    `num_cached_tokens` tokens of the prompt were found in the pool when it entered."""
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
     error: str | None = None
+    num_cached_tokens: int = 0
 
-# %% ../nbs/09_engine.ipynb #request
+# %% ../nbs/09_engine.ipynb #choice
 @dataclass(eq=False)
-class Request:
-    "An engine's view of one request: its sequence, its parameters and the text so far."
-    prompt: str | None
+class Choice:
+    "One answer in the making, written by one sequence."
     seq: Sequence
     params: SamplingParams
     eos_ids: tuple[int, ...]
     stream: torch.Generator | None
     detokenizer: Detokenizer | None
     text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)   # if they are needed
     finish_reason: str | None = None
     stop_reason: int | None = None
-    error: str | None = None
 
     def take(self) -> str | None:
-        "Take in the newest token; why this was the last one, or None."
+        "Take in the newest token of the sequence; why this was the last one, or None."
         token, mine = self.seq.output[-1], self.params.stop_token_ids
         is_eos = token in self.eos_ids and token not in mine and not self.params.ignore_eos
         if self.detokenizer and not is_eos: self.text += self.detokenizer.add(token)
@@ -326,30 +326,88 @@ class Request:
         if is_eos or token in mine: return "stop"
         return "length" if len(self.seq.output) == self.seq.max_tokens else None
 
-    def end(self, reason: str, error: str | None = None):
+    def end(self, reason: str):
         "No more tokens: what the detokenizer held back belongs to the text."
-        self.finish_reason, self.error = reason, error
-        if self.detokenizer and not error: self.text += self.detokenizer.finish()
+        self.finish_reason = reason
+        if self.detokenizer and reason != "error": self.text += self.detokenizer.finish()
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(entry[token].logprob for entry, token in zip(self.logprobs, self.seq.output))
+
+    def output(self, index: int) -> CompletionOutput:
+        asked, total = self.params.logprobs is not None, self.cumulative_logprob if self.logprobs else None
+        return CompletionOutput(index, self.text, list(self.seq.output), total, list(self.logprobs) if asked else None,
+                                self.finish_reason, self.stop_reason)
+
+# %% ../nbs/09_engine.ipynb #request
+@dataclass(eq=False)
+class Request:
+    "An engine's view of one request: its parameters, and the answers in the making."
+    prompt: str | None
+    seq: Sequence                     # the one that it begins as
+    params: SamplingParams
+    choices: list[Choice]             # none for a beam search or a pin
+    beams: BeamSearch | None = None
+    texts: Callable[[list[int]], str] | None = None     # ids to text, for beams
+    ended: bool = False
+    finish_reason: str | None = None  # why it ended before its time, if it did
+    error: str | None = None
+
+    @property
+    def is_pin(self) -> bool: return not (self.choices or self.beams)
+
+    @property
+    def reports_growth(self) -> bool: return bool(self.choices) and len(self.choices) <= self.params.n
+
+    def of(self, seq_id: int) -> list[Choice]:
+        "The choices that wait for a token of this sequence: all at first, then one."
+        return [c for c in self.choices if c.seq.seq_id == seq_id and not c.finish_reason]
 
     def output(self) -> RequestOutput:
-        out = CompletionOutput(0, self.text, list(self.seq.output), self.finish_reason, self.stop_reason)
-        return RequestOutput(self.seq.request_id, self.prompt, list(self.seq.prompt), [out],
-                             self.finish_reason is not None, self.error)
+        make = self.beam_outputs if self.beams else self.sample_outputs
+        return RequestOutput(self.seq.request_id, self.prompt, list(self.seq.prompt), make(), self.ended, self.error,
+                             self.seq.group.num_cached if self.seq.group else 0)
+
+    def sample_outputs(self) -> list[CompletionOutput]:
+        made, n = self.choices, self.params.n
+        if len(made) > n and all(c.logprobs or not c.seq.output for c in made):
+            best = best_samples([c.cumulative_logprob for c in made], [len(c.seq.output) for c in made], n)
+            made = [made[i] for i in best]
+        return [made[min(i, len(made) - 1)].output(i) for i in range(n)]
+
+    def beam_outputs(self) -> list[CompletionOutput]:
+        live = sorted(self.beams.live, key=lambda h: -h.score)[:self.params.n]       # if it was cut short
+        return [beam_output(i, h, self) for i, h in enumerate(self.beams.best() or live)]
+
+# %% ../nbs/09_engine.ipynb #beam-output
+def beam_output(index: int, h: Hypothesis, r: Request) -> CompletionOutput:
+    "A hypothesis as an answer: the token that ended it is counted, and not in the text."
+    stopped = h.finish_reason == "stop"
+    mine = h.token_ids[-1] if stopped and h.token_ids[-1] in r.params.stop_token_ids else None
+    text = r.texts(h.token_ids[:-1] if stopped and mine is None else h.token_ids)
+    return CompletionOutput(index, text, list(h.token_ids), h.cumulative_logprob, h.logprobs,
+                            h.finish_reason or r.finish_reason, mine)
 
 # %% ../nbs/09_engine.ipynb #stats
 @dataclass
 class EngineStats:
-    """Counts of the pool and of the work so far. `slot_use` is the share of slots in used blocks
-    that held a token, over all steps (1.0 before the first)."""
+    """Counts of the pool and of the work so far. `slot_use` is the share of slots in used blocks that held
+    a token, over all steps (1.0 before the first); `memory_saved` is 1 - 1 / (mean over the steps of the
+    blocks that tables name / the blocks that are in use), the paper's measure of sharing (Figure 15)."""
     num_blocks: int
     free_blocks: int
     used_blocks: int
+    cached_blocks: int            # free, and their contents can still be found
     peak_used_blocks: int
     slot_use: float
-    running: int
+    memory_saved: float
+    running: int                  # requests
     waiting: int
     preempted: int                # waiting to come back
     preemptions_recompute: int    # how often it happened
+    cow_copies: int
+    prefix_hit_tokens: int        # of prompts, found in the pool when their requests began
     prompt_tokens: int            # of requests that began
     generation_tokens: int
     steps: int
@@ -359,24 +417,30 @@ class Books:
     "Counts kept from step to step."
     def __init__(self, blocks: BlockManager):
         self.blocks = blocks
-        self.steps = self.prompt_tokens = self.generation_tokens = 0
+        self.steps = self.prompt_tokens = self.hit_tokens = self.generation_tokens = 0
         self.peak_used = self.filled_slots = self.used_slots = 0
+        self.sharing, self.begun = 0.0, set()        # the sum of a ratio over the steps; live groups
 
     def count(self, plan: Plan, seqs: dict[int, Sequence]):
-        "A plan was made: what the pool holds now, and which prompts begin with it."
+        "A plan was made: what the pool holds now, and which requests begin with it."
         used, self.steps = self.blocks.num_used, self.steps + 1
         self.peak_used = max(self.peak_used, used)
         self.used_slots += used * self.blocks.block_size
         self.filled_slots += self.blocks.num_filled_slots
-        begin = [seqs[r.seq_id] for r in plan.rows if r.position == 0]
-        self.prompt_tokens += sum(len(s.prompt) for s in begin if s.num_preemptions == 0)
+        self.sharing += self.blocks.num_logical_blocks / used if used else 1.0
+        groups = {seqs[r.seq_id].group for r in plan.rows}
+        for group in groups - self.begun:
+            self.prompt_tokens += len(group.seqs[0].prompt)
+            self.hit_tokens += group.num_cached
+        self.begun |= groups
 
     def stats(self, scheduler: Scheduler) -> EngineStats:
         s, b = scheduler, self.blocks
         use = self.filled_slots / self.used_slots if self.used_slots else 1.0
-        return EngineStats(b.num_blocks, b.num_free, b.num_used, self.peak_used, use, len(s.running),
-                           len(s.waiting), len(s.preempted), s.num_preemptions,
-                           self.prompt_tokens, self.generation_tokens, self.steps)
+        saved = 1 - self.steps / self.sharing if self.sharing else 0.0
+        return EngineStats(b.num_blocks, b.num_free, b.num_used, b.num_cached, self.peak_used, use, saved,
+                           len(s.running), len(s.waiting), len(s.preempted), s.num_preemptions, b.num_cow_copies,
+                           self.hit_tokens, self.prompt_tokens, self.generation_tokens, self.steps)
 
 # %% ../nbs/09_engine.ipynb #requests
 class Requests:
@@ -389,39 +453,63 @@ class Requests:
         self.runner = Runner(model, kv, max_num_seqs, -(-max_model_len // kv.block_size))
         self.prompts, self.books, self.config = Prompts(tokenizer, model.config, max_model_len), Books(blocks), model.config
         self.requests: dict[str, Request] = {}   # live, or ended and not yet reported; by request id
-        self.by_seq: dict[int, Request] = {}     # the same, by sequence id
         self.ended: list[Request] = []           # ended, and reported by the next output
-        self.num_requests = 0
+        self.held: list[RequestOutput] = []      # reported by a step that was made for somebody else
+        self.num_requests, self.recording = 0, None
 
-    def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None):
-        "Queue a request. ValueError if it is invalid, can never fit, or its id is in use."
+    def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None, *,
+                    cache_salt: str | None = None):
+        """Queue a request. ValueError if it is invalid, can never fit, or its id is in use. It shares
+        cached blocks only with requests of the same `cache_salt`."""
         self.check_open()
         if not isinstance(request_id, str): raise ValueError(f"a request id is a str, not {request_id!r}")
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
+        if not isinstance(cache_salt, str | None): raise ValueError(f"cache_salt is a str or None, not {cache_salt!r}")
         params = self.prompts.check_params(params)
-        ids, number = self.prompts.encode(prompt), self.num_requests
-        seq = Sequence(number, request_id, ids, resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len))
-        r = Request(prompt if isinstance(prompt, str) else None, seq, params, self.config.eos_token_ids,
-                    make_stream(params, self.seed, number),
-                    self.tokenizer and Detokenizer(self.tokenizer, params.skip_special_tokens))
+        ids, width = self.prompts.encode(prompt), params.width if params.use_beam_search or not params.greedy else 1
+        max_tokens = resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len)
+        seq = Sequence(self.scheduler.new_id(), request_id, ids, max_tokens, width, cache_salt)
+        r = new_request(self, prompt if isinstance(prompt, str) else None, seq, params)
         if seq.max_tokens: self.scheduler.add(seq)
-        self.requests[request_id] = self.by_seq[number] = r
-        self.num_requests += 1
+        self.requests[request_id], self.num_requests = r, self.num_requests + 1
         if not seq.max_tokens: self.end(r, "length")
+
+# %% ../nbs/09_engine.ipynb #new-request
+def new_request(engine: Requests, prompt: str | None, seq: Sequence, params: SamplingParams) -> Request:
+    "A request with its choices, each with a random stream of its own; or with its beams."
+    tokenizer, eos_ids, skip = engine.tokenizer, engine.config.eos_token_ids, params.skip_special_tokens
+    if params.use_beam_search and seq.max_tokens:
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        beams = BeamSearch(params.width, params.n, params.length_penalty, params.early_stopping, ends,
+                           seq.max_tokens, params.logprobs)
+        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip) if tokenizer and ids else ""
+        return Request(prompt, seq, params, [], beams, decode)
+    width = 1 if params.use_beam_search else seq.width
+    streams = [make_stream(params, engine.seed, engine.num_requests, i) for i in range(width)]
+    choices = [Choice(seq, params, eos_ids, stream, tokenizer and Detokenizer(tokenizer, skip)) for stream in streams]
+    return Request(prompt, seq, params, choices)
 
 # %% ../nbs/09_engine.ipynb #requests-end
 class Lifecycle(Requests):
     "How requests end and are reported, and how the engine itself ends."
-    def end(self, r: Request, reason: str, error: str | None = None):
+    def end(self, r: Request, reason: str | None, error: str | None = None):
         "A request's one way out: its blocks return now, its last output goes out next."
         self.scheduler.abort(r.seq.request_id)
-        r.end(reason, error)
+        for c in r.choices:
+            if not c.finish_reason: c.end(reason)
+        r.ended, r.finish_reason, r.error = True, reason, error
         self.ended.append(r)
+
+    def end_choice(self, r: Request, c: Choice, reason: str):
+        "One answer is complete; with the last one, so is the request."
+        c.end(reason)
+        if all(c.finish_reason for c in r.choices): self.end(r, reason)
+        else: self.scheduler.finish(c.seq.seq_id)
 
     def abort(self, request_id: str):
         "End a request wherever it is; unknown and ended ones are ignored. The next step reports it."
         r = self.requests.get(request_id)
-        if r and not r.finish_reason: self.end(r, "abort")
+        if r and not r.ended: self.end(r, "abort")
 
     def drop(self, request_ids: list[str]):
         "Abort requests of which nobody wants to hear any more."
@@ -435,9 +523,15 @@ class Lifecycle(Requests):
     def report(self, grown: list[Request]) -> list[RequestOutput]:
         "Outputs of the requests that ended or grew, each once; those that ended are forgotten."
         ended, self.ended = self.ended, []
-        for r in ended: del self.requests[r.seq.request_id], self.by_seq[r.seq.seq_id]
-        return [r.output() for r in dict.fromkeys([*ended, *grown])]
+        for r in ended:
+            del self.requests[r.seq.request_id]
+            self.books.begun.discard(r.seq.group)
+        news = dict.fromkeys([*ended, *(r for r in grown if r.reports_growth or r.ended)])
+        return [r.output() for r in news if not r.is_pin]
 
+# %% ../nbs/09_engine.ipynb #lifecycle-close
+class Closing(Lifecycle):
+    "What one may ask of an engine, and how it ends itself."
     def stats(self) -> EngineStats: return self.books.stats(self.scheduler)
 
     def check_open(self):
@@ -448,28 +542,106 @@ class Lifecycle(Requests):
         self.runner = self.tokenizer = None
         self.drop(list(self.requests))
 
+# %% ../nbs/09_engine.ipynb #prefixes
+@dataclass(frozen=True)
+class PinnedPrefix:
+    "What `unpin_prefix` takes: a prefix that stays in the pool."
+    pin_id: int
+    num_tokens: int
+
+@dataclass
+class Recording:
+    "The plans of some steps as they were made, and whose sequences they are about."
+    num_blocks: int
+    block_size: int
+    plans: list[Plan] = field(default_factory=list)
+    owners: dict[int, str] = field(default_factory=dict)     # seq_id -> request_id
+
+    def add(self, plan: Plan, seqs: dict[int, Sequence]):
+        self.plans.append(plan)
+        self.owners |= {r.seq_id: seqs[r.seq_id].request_id for r in plan.rows}
+
+    def frames(self) -> list:
+        "The state of the pool after each plan, to be drawn (see `pagedlm.drawing`)."
+        from pagedlm.drawing import replay
+        return replay(self.plans, self.owners, self.num_blocks, self.block_size)
+
+# %% ../nbs/09_engine.ipynb #prefixes-class
+class Prefixes(Closing):
+    "Prefixes that stay in the pool, and recordings of what happens there."
+    def pin_prefix(self, prefix: str | list[int]) -> PinnedPrefix:
+        """Compute the keys and values of a prefix once and keep its blocks: requests that begin with
+        these tokens (and have no salt) share them. ValueError if it is invalid or leaves too little room."""
+        self.check_open()
+        ids, request_id = self.prompts.encode(prefix), f"pin-{self.num_requests}"
+        resolve_max_tokens(1, len(ids), self.max_model_len)
+        seq = Sequence(self.scheduler.new_id(), request_id, ids, 1)
+        self.scheduler.add(seq, pin=True)
+        r = self.requests[request_id] = Request(None, seq, SamplingParams(max_tokens=1), [])
+        self.num_requests += 1
+        try:
+            while not r.ended: self.held = self.step()
+        except BaseException:
+            self.abort(request_id)
+            self.held += self.report([])
+            raise
+        if r.error: raise RuntimeError(f"the prefix was not pinned: {r.error}")
+        return PinnedPrefix(seq.seq_id, len(ids))
+
+    def keep(self, r: Request):
+        "The prefix of `r` has been computed: its request ends, and its blocks stay."
+        self.scheduler.keep(r.seq.seq_id)
+        self.end(r, None)
+
+    def unpin_prefix(self, prefix: PinnedPrefix):
+        "Let go of a pinned prefix. ValueError if it is not pinned (any more)."
+        self.check_open()
+        if not isinstance(prefix, PinnedPrefix): raise ValueError(f"unpin_prefix takes what pin_prefix gave, not {prefix!r}")
+        self.scheduler.unpin(prefix.pin_id)
+
+    @contextmanager
+    def record(self):
+        "Record the plans of all steps inside the `with` block; it begins with nothing running."
+        if self.scheduler.has_unfinished: raise RuntimeError("a recording begins when no request is running")
+        self.recording = Recording(self.blocks.num_blocks, self.blocks.block_size)
+        try: yield self.recording
+        finally: self.recording = None
+
+# %% ../nbs/09_engine.ipynb #find-tokenizer
+def find_tokenizer(name: str | Path):
+    "The tokenizer of a model; None where a local folder has none, to work on token ids alone."
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")): return None
+    return load_tokenizer(name)
+
+def load(model: str | Path | Model, tokenizer, dtype, device, progress: bool) -> tuple[Model, object]:
+    "The model and its tokenizer, loaded if they are not yet."
+    if not isinstance(model, Model):
+        return (load_model(model, dtype=dtype, device=device, progress=progress),
+                tokenizer or find_tokenizer(model))
+    if (dtype, device) != ("auto", "auto"):
+        raise ValueError(f"dtype={dtype!r} and device={device!r} come too late: the model is loaded")
+    return model, tokenizer
+
 # %% ../nbs/09_engine.ipynb #engine
-class Engine(Lifecycle):
+class Engine(Prefixes):
     """Serves requests step by step (paper, sections 4.3 and 4.5).
 
     `model` is a registry name, a Hugging Face id, a local folder, a .gguf file or a loaded
     `Model` (then with its `tokenizer`, or None to work on token ids alone). `block_size` is in
     tokens; `num_blocks=None` sizes the pool from free memory. `max_num_batched_tokens` bounds the
     tokens of one step, and so a prefill chunk. `max_model_len=None` is the smaller of the model's
-    limit and the pool's. ValueError names a limit that is impossible. One thread at a time."""
+    limit and the pool's. `enable_prefix_caching`: full blocks are found again by prompts that begin with
+    the same tokens. ValueError names a limit that is impossible. One thread at a time."""
     def __init__(self, model: str | Path | Model = "smollm2", *, tokenizer=None, dtype="auto",
                  device="auto", block_size: int = 16, num_blocks: int | None = None,
                  max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-                 max_model_len: int | None = None, seed: int = 0, progress: bool = False):
+                 max_model_len: int | None = None, enable_prefix_caching: bool = True, seed: int = 0,
+                 progress: bool = False):
         check_limits(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
                      max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
         if type(seed) is not int: raise ValueError(f"seed must be an int, not {seed!r}")
-        if not isinstance(model, Model):
-            name = model
-            model = load_model(name, dtype=dtype, device=device, progress=progress)
-            tokenizer = tokenizer or find_tokenizer(name)
-        elif (dtype, device) != ("auto", "auto"):
-            raise ValueError(f"dtype={dtype!r} and device={device!r} come too late: the model is loaded")
+        model, tokenizer = load(model, tokenizer, dtype, device, progress)
         c = model.config
         if pick_backend(model.device) == "triton": check_kernel_block_size(block_size)
         shape = (block_size, c.num_kv_heads, c.head_dim)
@@ -477,52 +649,88 @@ class Engine(Lifecycle):
         num_blocks = pool_size(num_blocks, KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)
         max_model_len = resolve_max_model_len(max_model_len, c.max_model_len, num_blocks * block_size)
         kv = KVCache(c.num_layers, num_blocks, *shape, model.dtype, model.device)
-        super().__init__(model, tokenizer, BlockManager(num_blocks, block_size), kv, max_num_seqs=max_num_seqs,
-                         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, seed=seed)
+        super().__init__(model, tokenizer, BlockManager(num_blocks, block_size, None, enable_prefix_caching), kv,
+                         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                         max_model_len=max_model_len, seed=seed)
 
     def step(self) -> list[RequestOutput]:
         "Schedule, execute, sample, update: the requests that grew or ended, each with all it has."
         self.check_open()
-        if not self.scheduler.has_unfinished: return self.report([])
+        held, self.held = self.held, []
+        if not self.scheduler.has_unfinished: return held + self.report([])
         plan = self.scheduler.schedule()
         self.books.count(plan, self.scheduler.sequences)
-        return self.report(run_plan(self, plan))
+        if self.recording: self.recording.add(plan, self.scheduler.sequences)
+        return held + self.report(run_plan(self, plan))
 
 # %% ../nbs/09_engine.ipynb #run-plan
 def run_plan(engine: Engine, plan: Plan) -> list[Request]:
     "Execute a plan and take in its tokens; the requests that grew. Failures end who they concern."
-    sampling = [engine.by_seq[r.seq_id] for r in plan.rows if r.samples]
+    owner = {r.seq_id: engine.requests[engine.scheduler.sequences[r.seq_id].request_id] for r in plan.rows}
+    rows = [(r.seq_id, owner[r.seq_id]) for r in plan.rows if r.samples]
     try:
         logits = engine.runner.execute(plan)
-        tokens, errors = sample_rows(logits, sampling, engine.tokenizer)
+        tokens, errors = next_tokens(logits, rows, engine.tokenizer)
     except BaseException as e:   # whatever it was, these rows are lost; Ctrl-C goes on to the caller
-        for r in plan.rows: engine.end(engine.by_seq[r.seq_id], "error", f"the model failed: {type(e).__name__}: {e}")
+        for r in dict.fromkeys(owner.values()): engine.end(r, "error", f"the model failed: {type(e).__name__}: {e}")
         if isinstance(e, Exception): return []
         raise
-    for r, message in errors: engine.end(r, "error", message)
-    grown = [engine.by_seq[seq.seq_id] for seq in engine.scheduler.update(plan, tokens)]
+    for r, message in errors.items(): engine.end(r, "error", message)
+    choices = [c for i, r in rows if i in tokens and not r.ended for c in r.of(i)]
+    grown = engine.scheduler.update(plan, {i: t for i, t in tokens.items() if not owner[i].ended})
     engine.books.generation_tokens += len(grown)
-    for r in grown:
-        try: reason, error = r.take(), None
-        except Exception as e: reason, error = "error", f"the tokenizer failed: {type(e).__name__}: {e}"
-        if reason: engine.end(r, reason, error)
-    return grown
+    for i, r in rows:
+        if r.is_pin and not r.ended: engine.keep(r)
+        if r.beams and r.beams.done and not r.ended: engine.end(r, None)
+    samples = [seq for seq in grown if not engine.requests[seq.request_id].beams]
+    for c, seq in zip(choices, samples, strict=True): take_token(engine, c, seq)
+    return list(dict.fromkeys(owner[i] for i, _ in rows))
 
+def take_token(engine: Engine, c: Choice, seq: Sequence):
+    "A choice got a token, maybe on a fork; it may be its last. A failure ends this request alone."
+    c.seq, r = seq, engine.requests[seq.request_id]
+    if r.ended: return
+    try: reason = c.take()
+    except Exception as e: return engine.end(r, "error", f"the tokenizer failed: {type(e).__name__}: {e}")
+    if reason: engine.end_choice(r, c, reason)
+
+# %% ../nbs/09_engine.ipynb #next-tokens
 @torch.inference_mode()
-def sample_rows(logits: Tensor, rows: list[Request], tokenizer) -> tuple[dict[int, int], list]:
-    "({seq_id: token}, [(request, error message)]) of the rows that sample; logits `[len(rows), vocab]`."
-    if not rows: return {}, []
-    if tokenizer is not None and len(tokenizer) < logits.shape[1]:
-        logits[:, len(tokenizer):] = -torch.inf   # the head is wider: these ids stand for no text
-    s = sample(logits, [r.params for r in rows], [r.stream for r in rows])
-    tokens = {r.seq.seq_id: t for r, t in zip(rows, s.token_ids) if t is not None}
-    return tokens, [(rows[i], message) for i, message in s.errors.items()]
+def next_tokens(logits: Tensor, rows: list[tuple[int, Request]], tokenizer) -> tuple[dict[int, list[int]], dict]:
+    """({seq_id: its next tokens}, {request: error message}) of the rows that sample, given as (seq_id,
+    request); logits `[len(rows), vocab]`."""
+    tokens, errors = {}, {}
+    allowed = logits
+    if tokenizer is not None and len(tokenizer) < logits.shape[1]:   # the head is wider: no text for these ids
+        allowed = logits.clone()
+        allowed[:, len(tokenizer):] = -torch.inf
+    for r in dict.fromkeys(r for _, r in rows if r.beams):
+        mine = [i for i, (_, other) in enumerate(rows) if other is r]
+        try: lists = r.beams.step(allowed[mine])
+        except ValueError as e: errors[r] = str(e)
+        else: tokens |= {rows[i][0]: found for i, found in zip(mine, lists)}
+    lines = [(i, seq_id, r, c) for i, (seq_id, r) in enumerate(rows) for c in r.of(seq_id)]
+    index = [i for i, *_ in lines]
+    part = slice(None) if index == list(range(len(logits))) else index
+    s = sample(allowed[part], [c.params for *_, c in lines], [c.stream for *_, c in lines]) if lines else None
+    for n, (_, seq_id, r, _) in enumerate(lines):
+        if n in s.errors: errors.setdefault(r, s.errors[n])
+        else: tokens.setdefault(seq_id, []).append(s.token_ids[n])
+    note_logprobs(logits, [(i, c, t) for (i, _, _, c), t in zip(lines, s.token_ids if s else ()) if t is not None], tokenizer)
+    return tokens, errors
 
-def find_tokenizer(name: str | Path):
-    "The tokenizer of a model; None where a local folder has none, to work on token ids alone."
-    folder = Path(name)
-    if folder.is_dir() and not any(folder.glob("tokenizer*")): return None
-    return load_tokenizer(name)
+# %% ../nbs/09_engine.ipynb #note-logprobs
+def note_logprobs(logits: Tensor, drawn: list[tuple[int, Choice, int]], tokenizer):
+    "Raw log-probabilities of the drawn (row, choice, token), for the choices that need them."
+    drawn = [d for d in drawn if d[1].params.logprobs is not None or d[1].params.width > d[1].params.n]
+    if not drawn: return
+    rows, choices, tokens = zip(*drawn)
+    found = token_logprobs(logits[list(rows)], list(tokens), [c.params.logprobs or 0 for c in choices])
+    for c, entry in zip(choices, found): c.logprobs.append(with_text(entry, tokenizer))
+
+def with_text(entry: dict[int, Logprob], tokenizer) -> dict[int, Logprob]:
+    if tokenizer is None: return entry
+    return {i: replace(p, decoded_token=tokenizer.decode([i])) for i, p in entry.items()}
 
 # %% ../nbs/09_engine.ipynb #batching
 def is_ids(p) -> bool:
@@ -556,12 +764,37 @@ def serve_all(engine: Engine, prompts: list, params: list) -> list[RequestOutput
     if len(done) < len(ids): raise RuntimeError("somebody else stepped this engine and took the outputs")
     return [done[i] for i in ids]
 
-# %% ../nbs/09_engine.ipynb #llm
-class LLM:
-    """An engine for whole batches: `generate` returns when every prompt has its text. It takes
-    the arguments of `Engine`, and is a context manager that closes it. Threads take turns."""
+# %% ../nbs/09_engine.ipynb #served
+class Served:
+    "An engine behind a lock: threads take turns. A context manager that closes it."
     def __init__(self, model: str | Path | Model = "smollm2", **kwargs):
         self.engine, self.lock = Engine(model, **kwargs), Lock()
+
+    def pin_prefix(self, prefix: str | list[int]) -> PinnedPrefix:
+        "Compute a prefix once and keep it in the pool, until `unpin_prefix`; see `Engine.pin_prefix`."
+        with self.lock: return self.engine.pin_prefix(prefix)
+
+    def unpin_prefix(self, prefix: PinnedPrefix):
+        "Let go of a pinned prefix; running requests that share its blocks keep them."
+        with self.lock: self.engine.unpin_prefix(prefix)
+
+    def record(self):
+        "A context manager: the plans of what is generated in it, as a `Recording`."
+        return self.engine.record()
+
+    def stats(self) -> EngineStats: return self.engine.stats()
+
+    def close(self):
+        "Give the memory of model and pool back; more than once is fine."
+        self.engine.close()
+
+    def __enter__(self): return self
+    def __exit__(self, *exc): self.close()
+
+# %% ../nbs/09_engine.ipynb #llm
+class LLM(Served):
+    """An engine for whole batches: `generate` returns when every prompt has its text. It takes
+    the arguments of `Engine`, and is a context manager that closes it. Threads take turns."""
 
     def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
                  ) -> list[RequestOutput]:
@@ -578,12 +811,3 @@ class LLM:
         chats = as_batch(messages, lambda m: isinstance(m, (list, tuple)) and bool(m) and isinstance(m[0], dict))
         prompts = [self.engine.prompts.encode_chat(m) for m in chats]
         return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None))
-
-    def stats(self) -> EngineStats: return self.engine.stats()
-
-    def close(self):
-        "Give the memory of model and pool back; more than once is fine."
-        self.engine.close()
-
-    def __enter__(self): return self
-    def __exit__(self, *exc): self.close()

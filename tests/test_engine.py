@@ -44,7 +44,7 @@ def drain(engine):
         done |= {o.request_id: o for o in engine.step() if o.finished}
         engine.blocks.check()
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert not (engine.requests or engine.by_seq or engine.scheduler.has_unfinished)
+    assert not (engine.requests or engine.books.begun or engine.scheduler.has_unfinished)
     return done
 
 
