@@ -148,9 +148,15 @@ def test_never_looks_further_than_now():
     for penalty in (0.0, -1.0):                          # then longer is never better, and there is no need to look
         assert ids(drive(search(1, length_penalty=penalty, early_stopping="never", max_tokens=4), toy)) == [[0]]
 
+def test_never_with_a_negative_penalty_looks_at_the_present():
+    "[0] has ended with -1.05 and [1, 0] with -3.73 * 2. [1, 3] stands at -0.56 * 2 and ends well; at forty tokens it would not."
+    toy = fixed((None, {0: .35, 1: .60, 2: .05}), (1, {0: .04, 3: .95, 2: .01}), (2, {0: .3, 1: .3, 2: .4}), (3, {0: .95, 1: .05}))
+    for early_stopping in (False, "never"):
+        assert ids(drive(search(2, length_penalty=-1.0, early_stopping=early_stopping, max_tokens=40), toy)) == [[0], [1, 3, 0]]
+
 def test_an_equal_score_is_no_improvement():
-    toy = fixed((None, {0: .5, 1: .5}), (1, {0: 0, 1: 1.}))
-    assert ids(drive(search(1, length_penalty=0.0), toy)) == [[0]]
+    beams = search(1, length_penalty=0.0)
+    assert beams.step(torch.zeros(1, 2)) == [[]] and beams.done and ids(beams.best()) == [[0]]
 
 def test_the_length_counts_the_ending_token():
     toy = fixed((None, {0: .1, 1: .9}), (1, {0: .5, 1: .5}))
