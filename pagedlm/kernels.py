@@ -32,12 +32,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # %% auto #0
 __all__ = ['INTERPRETED', 'BACKENDS', 'BLOCK_SIZES', 'LOG2_E', 'UNALIGNED', 'POINTERS', 'REPORTER', 'triton_problem',
            'pick_backend', 'check_kernel_block_size', 'pad', 'cache_strides', 'write_kernel', 'check_write',
-           'torch_write', 'triton_write', 'write_blocks', 'load_tile', 'key_offsets', 'online_softmax', 'key_range',
-           'attend_keys', 'attend_kernel', 'merge_kernel', 'merge', 'query_tiles', 'tile_shape', 'attend_shape',
-           'triton_attend', 'attend', 'check_pairs', 'copy_chains', 'copy_kernel', 'planes', 'torch_copy',
-           'triton_copy', 'copy_blocks', 'pack_kernel', 'launch_pack', 'pack_blocks', 'unpack_blocks', 'Transfers',
-           'Swapper', 'compile_kernel', 'disassemble', 'read_code', 'compile_attend', 'compile_reports',
-           'compile_report', 'longest', 'num_sms', 'num_splits']
+           'torch_write', 'triton_write', 'write_blocks', 'key_offsets', 'online_softmax', 'key_range', 'load_tile',
+           'attend_keys', 'query_tiles', 'attend_kernel', 'tile_shape', 'attend_shape', 'triton_attend', 'merge_kernel',
+           'merge', 'longest', 'num_sms', 'num_splits', 'attend', 'compile_kernel', 'disassemble', 'read_code',
+           'compile_attend', 'compile_reports', 'compile_report', 'check_pairs', 'copy_chains', 'copy_kernel', 'planes',
+           'torch_copy', 'triton_copy', 'copy_blocks', 'pack_kernel', 'launch_pack', 'pack_blocks', 'unpack_blocks',
+           'Transfers', 'Swapper']
 
 # %% ../nbs/01_kernels.ipynb #backend
 BACKENDS = ("triton", "torch")
@@ -138,13 +138,6 @@ def write_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: 
     write = triton_write if pick_backend(k_cache.device) == "triton" else torch_write
     write(k_cache, v_cache, slots, k, v)
 
-# %% ../nbs/01_kernels.ipynb #load-tile
-@jit
-def load_tile(at, mask, UPCAST: tl.constexpr):
-    "Values at `at`, 0 where the mask is false; as float32 under the interpreter."
-    tile = tl.load(at, mask=mask, other=0.0)
-    return tile.to(tl.float32) if UPCAST else tile
-
 # %% ../nbs/01_kernels.ipynb #tile-address
 @jit
 def key_offsets(table, at, key, held, cache_block, cache_slot,
@@ -167,14 +160,21 @@ def online_softmax(scores, values, top, total, acc):
 
 # %% ../nbs/01_kernels.ipynb #key-range
 @jit
-def key_range(context, position, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+def key_range(context, position, split, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
               WINDOW: tl.constexpr, SPLITS: tl.constexpr):
-    "The keys [begin, stop) that a tile reads whose first query sits at `position`."
+    "The keys [begin, stop) that a split of a tile reads; its first query is at `position`."
     stop, begin = tl.minimum(context, position + TILE_Q), 0
     if WINDOW: begin = tl.maximum(0, position - WINDOW + 1) // TILE_K * TILE_K
     share = tl.cdiv(tl.cdiv(stop - begin, TILE_K), SPLITS) * TILE_K
-    begin += tl.program_id(1) * share
+    begin += split * share
     return begin, tl.minimum(stop, begin + share)
+
+# %% ../nbs/01_kernels.ipynb #load-tile
+@jit
+def load_tile(at, mask, UPCAST: tl.constexpr):
+    "Values at `at`, 0 where the mask is false; as float32 under the interpreter."
+    tile = tl.load(at, mask=mask, other=0.0)
+    return tile.to(tl.float32) if UPCAST else tile
 
 # %% ../nbs/01_kernels.ipynb #attend-kernel
 @jit
@@ -201,6 +201,16 @@ def attend_keys(queries, position, begin, stop, scale, k_head, v_head, table, ca
         top, total, acc = online_softmax(scores, values, top, total, acc)
     return top, total, acc
 
+# %% ../nbs/01_kernels.ipynb #query-tiles
+def query_tiles(batch: PagedBatch, tile_q: int) -> Tensor:
+    "[num_tiles, 2] int32: the sequence of each tile, its first query there. Once a step."
+    def make():
+        pairs = [(i, first) for i, (_, queries, _) in enumerate(batch.lens)
+                 for first in range(0, queries, tile_q)]
+        tiles = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
+        return tiles.to(batch.context_lens.device)
+    return batch.once(("tiles", tile_q), make)
+
 # %% ../nbs/01_kernels.ipynb #attend-kernel-main
 @jit
 def attend_kernel(out, lse, q, k_cache, v_cache, tables, context_lens, query_starts, tiles,
@@ -224,7 +234,7 @@ def attend_kernel(out, lse, q, k_cache, v_cache, tables, context_lens, query_sta
     queries = load_tile(q + at_q, there, UPCAST)
     before = context - num_queries                    # tokens before the first of this step
     begin, stop = key_range(
-        context, before + first, TILE_M // GROUP, TILE_K, WINDOW, SPLITS)
+        context, before + first, split, TILE_M // GROUP, TILE_K, WINDOW, SPLITS)
     in_cache = kv_head.to(tl.int64) * cache_head
     top, total, acc = attend_keys(
         queries, before + query, begin, stop, scale, k_cache + in_cache, v_cache + in_cache,
@@ -235,43 +245,6 @@ def attend_kernel(out, lse, q, k_cache, v_cache, tables, context_lens, query_sta
     tl.store(out + split * out_split + at_out, acc / some[:, None], mask=there)
     at_lse = split * lse_split + token * lse_token + head
     if SPLITS > 1: tl.store(lse + at_lse, top + tl.log2(some), mask=live)
-
-# %% ../nbs/01_kernels.ipynb #merge-kernel
-@jit
-def merge_kernel(out, parts, lses, out_token, out_head, parts_split, parts_token,
-                 parts_head, lse_split, lse_token, SPLITS: tl.constexpr,
-                 PAD_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr):
-    "Program (token, head) merges the splits' parts by their log-sum-exps (in base 2)."
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, dim = tl.arange(0, PAD_SPLITS), tl.arange(0, PAD_DIM)
-    lse = tl.load(lses + split * lse_split + token * lse_token + head, mask=split < SPLITS,
-                  other=-float("inf"))
-    top = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))     # an empty part: 0
-    at = split.to(tl.int64) * parts_split + token * parts_token + head * parts_head
-    there = (split < SPLITS)[:, None] & (dim < HEAD_DIM)[None, :]
-    part = tl.load(parts + at[:, None] + dim[None, :], mask=there, other=0.0)
-    total = tl.sum(weights, 0)
-    merged = tl.sum(weights[:, None] * part, 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + token * out_token + head * out_head + dim, merged, mask=dim < HEAD_DIM)
-
-# %% ../nbs/01_kernels.ipynb #merge
-def merge(out: Tensor, parts: Tensor, lse: Tensor):
-    "parts [splits, num_tokens, H, D] and lse [splits, num_tokens, H] into out."
-    splits, tokens, heads, dim = parts.shape
-    merge_kernel[(tokens, heads)](
-        out, parts, lse, *out.stride()[:2], *parts.stride()[:3], *lse.stride()[:2],
-        SPLITS=splits, PAD_SPLITS=pad(splits), HEAD_DIM=dim, PAD_DIM=pad(dim))
-
-# %% ../nbs/01_kernels.ipynb #query-tiles
-def query_tiles(batch: PagedBatch, tile_q: int) -> Tensor:
-    "[num_tiles, 2] int32: the sequence of each tile, its first query there. Once a step."
-    def make():
-        pairs = [(i, first) for i, (_, queries, _) in enumerate(batch.lens)
-                 for first in range(0, queries, tile_q)]
-        tiles = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
-        return tiles.to(batch.context_lens.device)
-    return batch.once(("tiles", tile_q), make)
 
 # %% ../nbs/01_kernels.ipynb #tile-shape
 LOG2_E = 1.4426950408889634     # exp(x) = exp2(x * LOG2_E), and the hardware has exp2
@@ -320,6 +293,49 @@ def triton_attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
     if splits > 1: merge(out, parts, lse)
     return out
 
+# %% ../nbs/01_kernels.ipynb #merge-kernel
+@jit
+def merge_kernel(out, parts, lses, out_token, out_head, parts_split, parts_token,
+                 parts_head, lse_split, lse_token, SPLITS: tl.constexpr,
+                 PAD_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, PAD_DIM: tl.constexpr):
+    "Program (token, head) merges the splits' parts by their log-sum-exps (in base 2)."
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, dim = tl.arange(0, PAD_SPLITS), tl.arange(0, PAD_DIM)
+    lse = tl.load(lses + split * lse_split + token * lse_token + head, mask=split < SPLITS,
+                  other=-float("inf"))
+    top = tl.max(lse, 0)
+    weights = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))     # an empty part: 0
+    at = split.to(tl.int64) * parts_split + token * parts_token + head * parts_head
+    there = (split < SPLITS)[:, None] & (dim < HEAD_DIM)[None, :]
+    part = tl.load(parts + at[:, None] + dim[None, :], mask=there, other=0.0)
+    total = tl.sum(weights, 0)
+    merged = tl.sum(weights[:, None] * part, 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + token * out_token + head * out_head + dim, merged, mask=dim < HEAD_DIM)
+
+# %% ../nbs/01_kernels.ipynb #merge
+def merge(out: Tensor, parts: Tensor, lse: Tensor):
+    "parts [splits, num_tokens, H, D] and lse [splits, num_tokens, H] into out."
+    splits, tokens, heads, dim = parts.shape
+    merge_kernel[(tokens, heads)](
+        out, parts, lse, *out.stride()[:2], *parts.stride()[:3], *lse.stride()[:2],
+        SPLITS=splits, PAD_SPLITS=pad(splits), HEAD_DIM=dim, PAD_DIM=pad(dim))
+
+# %% ../nbs/01_kernels.ipynb #splits
+def longest(batch: PagedBatch, window: int | None = None) -> int:
+    "The most keys that one query of the batch sees."
+    context = max(context for *_, context in batch.lens)
+    return min(context, window or context)
+
+def num_sms(device: torch.device) -> int:
+    "Multiprocessors of a GPU; the interpreter runs one program at a time."
+    if device.type != "cuda": return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+def num_splits(programs: int, longest: int, num_sms: int) -> int:
+    """Programs that share one context: enough for two on each multiprocessor, but none with
+    fewer than 512 keys of the longest context to read, and 64 at the most."""
+    return max(1, min(-(-2 * num_sms // programs), longest // 512, 64))
+
 # %% ../nbs/01_kernels.ipynb #attend
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
            scale: float | None = None, window: int | None = None) -> Tensor:
@@ -335,6 +351,104 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
     check_shapes(q, k_cache, v_cache, batch, window)
     return triton_attend(q, k_cache, v_cache, batch,
                          q.shape[-1] ** -0.5 if scale is None else scale, window)
+
+# %% ../nbs/01_kernels.ipynb #compile-kernel
+# Arguments that are no multiple of 16 on a launch; pointers and strides of caches are.
+UNALIGNED = {"scale", "lse_split", "lse_token", "table_row"}
+
+def compile_kernel(name: str, types: dict[str, str], sizes: dict[str, int], stages: int = 3,
+                   arch: int = 90):
+    """Kernel `name` as Triton compiles it for a GPU of compute capability arch / 10, which
+    need not be there. types: of its arguments ("*bf16"), "i32" where none is given; sizes:
+    its constants. Only in a process whose Triton does not interpret."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    kernel = globals()[name]
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in sizes else types.get(n, "i32") for n in names}
+    constants = {(names.index(n),): size for n, size in sizes.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if n not in UNALIGNED | set(sizes)}
+    source = ASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32),
+                          options=dict(num_stages=stages))
+
+# %% ../nbs/01_kernels.ipynb #disassemble
+def disassemble(cubin: bytes) -> tuple[str, str]:
+    "A compiled kernel's resources and instructions, by NVIDIA's tools inside Triton."
+    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    for tool in ("cuobjdump", "nvdisasm"):
+        if not os.path.exists(os.path.join(tools, tool)):
+            raise RuntimeError(f"this build of Triton comes without {tool}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as f: f.write(cubin)
+        run = lambda tool, flag: subprocess.run([os.path.join(tools, tool), flag, path],
+                                                capture_output=True, check=True).stdout
+        return run("cuobjdump", "-res-usage").decode(), run("nvdisasm", "-c").decode()
+
+def read_code(compiled) -> dict:
+    "What a compiled kernel takes of a GPU, and how it loads and multiplies."
+    usage, code = disassemble(compiled.asm["cubin"])
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    named = lambda pattern: dict(Counter(re.findall(rf"\b(?:{pattern})[\w.]*", code)))
+    return dict(registers=registers, stack=stack, shared=compiled.metadata.shared,
+                instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
+                loads=named("LDGSTS"), products=named("HGMMA|HMMA|FFMA"),
+                tf32="tf32" in (compiled.asm["ptx"] + code).lower(),
+                buffers=re.findall(r"local_alloc.*memdesc<(\w+),", compiled.asm["ttgir"]))
+
+# %% ../nbs/01_kernels.ipynb #compile-attend
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+
+def compile_attend(dtype: str, group: int, head_dim: int, block_size: int, decodes: bool,
+                   window: int | None = None, splits: int = 1, stages: int | None = None,
+                   num_kv_heads: int = 8, arch: int = 90) -> dict:
+    "What `compile_report` says, for a process whose Triton does not interpret."
+    dtype = getattr(torch, dtype)
+    shape = tile_shape(group, head_dim, dtype.itemsize, decodes)
+    stages = stages or shape["num_stages"]
+    sizes = dict(NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+                 PAD_DIM=max(16, pad(head_dim)), BLOCK_SIZE=block_size, WINDOW=window or 0,
+                 SPLITS=splits, UPCAST=False)
+    sizes |= {tile: shape[tile] for tile in ("TILE_M", "TILE_K")}
+    types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTERS[dtype])
+    types |= dict(lse="*fp32", tables="*i32", tiles="*i32", context_lens="*i64",
+                  query_starts="*i64", scale="fp32")
+    if splits > 1: types["out"] = "*fp32"
+    compiled = compile_kernel("attend_kernel", types, sizes, stages, arch)
+    tile = dict(rows=sizes["TILE_M"], keys=sizes["TILE_K"], stages=stages)
+    return tile | read_code(compiled)
+
+# %% ../nbs/01_kernels.ipynb #compile-report
+REPORTER = ("import json, sys; from pagedlm.kernels import compile_attend; "
+            "print(json.dumps([compile_attend(**s) for s in json.load(sys.stdin)]))")
+
+def compile_reports(shapes: list[dict]) -> list[dict]:
+    "`compile_report` for several shapes, in one process."
+    if triton is None: raise RuntimeError("triton is not installed")
+    asked = [{**s, "dtype": str(s["dtype"]).removeprefix("torch.")} for s in shapes]
+    done = subprocess.run([sys.executable, "-c", REPORTER], input=json.dumps(asked),
+                          env={**os.environ, "TRITON_INTERPRET": "0"}, text=True,
+                          capture_output=True)
+    if done.returncode:
+        last = done.stderr.strip().split("\n")[-1]
+        raise RuntimeError(f"Triton could not compile: {last}")
+    return json.loads(done.stdout)
+
+def compile_report(dtype: torch.dtype, group: int, head_dim: int, block_size: int,
+                   decodes: bool, **more) -> dict:
+    """Compile `attend_kernel` as `attend` would for this shape (strides multiples of 16, as
+    those of an engine's cache), for a GPU that need not be there; read the machine code.
+
+    more: window, splits, stages, num_kv_heads, arch (90: H100 and H200). Returns the tile's
+    rows and keys; stages; registers of a thread; stack (bytes it spills to memory); shared
+    (bytes of a program); instructions; how many of each that loads from memory into shared
+    memory (`loads`) and that multiplies (`products`); tf32, whether TF32 occurs; buffers,
+    the shape of each tile in shared memory. RuntimeError if it does not compile.
+    """
+    return compile_reports([dict(dtype=dtype, group=group, head_dim=head_dim,
+                                 block_size=block_size, decodes=decodes, **more)])[0]
 
 # %% ../nbs/01_kernels.ipynb #copy-chains
 def check_pairs(pairs: Iterable[tuple[int, int]], num_src: int, num_dst: int
@@ -513,117 +627,3 @@ class Swapper:
         for event, pinned, blocks in landing:
             if event is not None: event.synchronize()
             self.host.index_copy_(2, blocks, pinned)
-
-# %% ../nbs/01_kernels.ipynb #compile-kernel
-# Arguments that are no multiple of 16 on a launch; pointers and strides of caches are.
-UNALIGNED = {"scale", "lse_split", "lse_token", "table_row"}
-
-def compile_kernel(name: str, types: dict[str, str], sizes: dict[str, int], stages: int = 3,
-                   arch: int = 90):
-    """Kernel `name` as Triton compiles it for a GPU of compute capability arch / 10, which
-    need not be there. types: of its arguments ("*bf16"), "i32" where none is given; sizes:
-    its constants. Only in a process whose Triton does not interpret."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    kernel = globals()[name]
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in sizes else types.get(n, "i32") for n in names}
-    constants = {(names.index(n),): size for n, size in sizes.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-               if n not in UNALIGNED | set(sizes)}
-    source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32),
-                          options=dict(num_stages=stages))
-
-# %% ../nbs/01_kernels.ipynb #disassemble
-def disassemble(cubin: bytes) -> tuple[str, str]:
-    "A compiled kernel's resources and instructions, by NVIDIA's tools inside Triton."
-    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-    for tool in ("cuobjdump", "nvdisasm"):
-        if not os.path.exists(os.path.join(tools, tool)):
-            raise RuntimeError(f"this build of Triton comes without {tool}")
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.cubin")
-        with open(path, "wb") as f: f.write(cubin)
-        run = lambda tool, flag: subprocess.run([os.path.join(tools, tool), flag, path],
-                                                capture_output=True, check=True).stdout
-        return run("cuobjdump", "-res-usage").decode(), run("nvdisasm", "-c").decode()
-
-def read_code(compiled) -> dict:
-    "What a compiled kernel takes of a GPU, and how it loads and multiplies."
-    usage, code = disassemble(compiled.asm["cubin"])
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    named = lambda pattern: dict(Counter(re.findall(rf"\b(?:{pattern})[\w.]*", code)))
-    return dict(registers=registers, stack=stack, shared=compiled.metadata.shared,
-                instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.M)),
-                loads=named("LDGSTS"), products=named("HGMMA|HMMA|FFMA"),
-                tf32="tf32" in (compiled.asm["ptx"] + code).lower(),
-                buffers=re.findall(r"local_alloc.*memdesc<(\w+),", compiled.asm["ttgir"]))
-
-# %% ../nbs/01_kernels.ipynb #compile-attend
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-
-def compile_attend(dtype: str, group: int, head_dim: int, block_size: int, decodes: bool,
-                   window: int | None = None, splits: int = 1, stages: int | None = None,
-                   num_kv_heads: int = 8, arch: int = 90) -> dict:
-    "What `compile_report` says, for a process whose Triton does not interpret."
-    dtype = getattr(torch, dtype)
-    shape = tile_shape(group, head_dim, dtype.itemsize, decodes)
-    stages = stages or shape["num_stages"]
-    sizes = dict(NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-                 PAD_DIM=max(16, pad(head_dim)), BLOCK_SIZE=block_size, WINDOW=window or 0,
-                 SPLITS=splits, UPCAST=False)
-    sizes |= {tile: shape[tile] for tile in ("TILE_M", "TILE_K")}
-    types = dict.fromkeys(("q", "k_cache", "v_cache", "out"), POINTERS[dtype])
-    types |= dict(lse="*fp32", tables="*i32", tiles="*i32", context_lens="*i64",
-                  query_starts="*i64", scale="fp32")
-    if splits > 1: types["out"] = "*fp32"
-    compiled = compile_kernel("attend_kernel", types, sizes, stages, arch)
-    tile = dict(rows=sizes["TILE_M"], keys=sizes["TILE_K"], stages=stages)
-    return tile | read_code(compiled)
-
-# %% ../nbs/01_kernels.ipynb #compile-report
-REPORTER = ("import json, sys; from pagedlm.kernels import compile_attend; "
-            "print(json.dumps([compile_attend(**s) for s in json.load(sys.stdin)]))")
-
-def compile_reports(shapes: list[dict]) -> list[dict]:
-    "`compile_report` for several shapes, in one process."
-    if triton is None: raise RuntimeError("triton is not installed")
-    asked = [{**s, "dtype": str(s["dtype"]).removeprefix("torch.")} for s in shapes]
-    done = subprocess.run([sys.executable, "-c", REPORTER], input=json.dumps(asked),
-                          env={**os.environ, "TRITON_INTERPRET": "0"}, text=True,
-                          capture_output=True)
-    if done.returncode:
-        last = done.stderr.strip().split("\n")[-1]
-        raise RuntimeError(f"Triton could not compile: {last}")
-    return json.loads(done.stdout)
-
-def compile_report(dtype: torch.dtype, group: int, head_dim: int, block_size: int,
-                   decodes: bool, **more) -> dict:
-    """Compile `attend_kernel` as `attend` would for this shape (strides multiples of 16, as
-    those of an engine's cache), for a GPU that need not be there; read the machine code.
-
-    more: window, splits, stages, num_kv_heads, arch (90: H100 and H200). Returns the tile's
-    rows and keys; stages; registers of a thread; stack (bytes it spills to memory); shared
-    (bytes of a program); instructions; how many of each that loads from memory into shared
-    memory (`loads`) and that multiplies (`products`); tf32, whether TF32 occurs; buffers,
-    the shape of each tile in shared memory. RuntimeError if it does not compile.
-    """
-    return compile_reports([dict(dtype=dtype, group=group, head_dim=head_dim,
-                                 block_size=block_size, decodes=decodes, **more)])[0]
-
-# %% ../nbs/01_kernels.ipynb #splits
-def longest(batch: PagedBatch, window: int | None = None) -> int:
-    "The most keys that one query of the batch sees."
-    context = max(context for *_, context in batch.lens)
-    return min(context, window or context)
-
-def num_sms(device: torch.device) -> int:
-    "Multiprocessors of a GPU; the interpreter runs one program at a time."
-    if device.type != "cuda": return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-def num_splits(programs: int, longest: int, num_sms: int) -> int:
-    """Programs that share one context: enough for two on each multiprocessor, but none with
-    fewer than 512 keys of the longest context to read, and 64 at the most."""
-    return max(1, min(-(-2 * num_sms // programs), longest // 512, 64))
