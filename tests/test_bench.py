@@ -1,0 +1,359 @@
+"The kernels' benchmark: its records, its counts, its clock, its checks, and what it does without a GPU or a peer."
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from pagedlm import bench
+from pagedlm.attention import paged_attention
+from pagedlm.bench import (
+    FIGURE_18A, FIGURE_19A, TOLERANCE, Case, Rig, against, attention, attention_bytes,
+    attention_cases, attention_flops, attempt, block_copy, block_write, by_events, decode, exact_attention, jobs,
+    kernel_line, kernel_records, make_paged, model_shape, outcome, pack, peer_calls, recompute, repage, roof,
+    sdpa_calls, spread, swap, take_times)
+from pagedlm.cli import main
+from pagedlm.kernels import BLOCK_SIZES, INTERPRETED
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+SHAPE = dict(num_heads=4, num_kv_heads=2, head_dim=16, block_size=8)
+
+
+@pytest.fixture(scope="module")
+def rig():
+    return Rig("cpu", "float32", repeat=2)
+
+
+@pytest.fixture(scope="module")
+def records():
+    return list(kernel_records("cpu", repeat=1))
+
+
+# --- records
+
+def check_record(r):
+    "What every record of a run without a GPU must say, and must not."
+    assert r["bench"] == "kernels" and r["device"] == "cpu" and r["gpu"] is None and r["tiny"] is True
+    assert r["error"] is None and 0 <= r["max_abs_error"] <= TOLERANCE[getattr(torch, r["dtype"])]
+    assert r["backend"] in ("triton", "torch") and r["interpreted"] == (r["backend"] == "triton")
+    assert ("us" in r) != r["interpreted"], "an interpreted kernel has no time, and all else has one"
+    if "us" in r: assert r["us_quartiles"][0] <= r["us"] <= r["us_quartiles"][1] and r["us"] > 0
+    assert "share_of_copy" not in r and "predicted_us" not in r       # no roof is claimed for a CPU
+    assert {"pagedlm", "torch", "triton", "cuda", "flash-attn", "flashinfer-python", "vllm"} == set(r["versions"])
+    json.dumps(r, allow_nan=False)
+
+
+def test_records_of_a_machine_without_a_gpu(records):
+    for r in records: check_record(r)
+    assert records[0]["case"] == "copy"
+    seen = {(r["case"], r["backend"]) for r in records}
+    both = {"decode", "decode split", "prefill", "mixed", "figure 18a", "block write", "block copy", "pack"}
+    paths = ("torch", "triton") if INTERPRETED else ("torch",)
+    assert seen == {(c, p) for c in both for p in paths} | {(c, "torch") for c in ("copy", "swap", "recompute")}
+    for case in ("swap", "recompute"):
+        assert [r["block_size"] for r in records if r["case"] == case] == [1, 2, 4, 8, 16, 32]
+
+
+def test_attention_records_name_the_best_contiguous_backend(records):
+    for r in (r for r in records if "sdpa" in r):
+        if r["case"] == "mixed":      # unequal lengths would need padding
+            assert r["sdpa"] is None and not any(p.startswith("sdpa") for p in r["peers"])
+            continue
+        timed = {n: p["us"] for n, p in r["peers"].items() if n.startswith("sdpa") and isinstance(p, dict)}
+        best = min(timed, key=timed.get)
+        assert r["sdpa"]["backend"] == best and r["sdpa"]["ratio"] == pytest.approx(r["us"] / timed[best], abs=1e-3)
+        assert "No viable backend" in r["peers"]["sdpa cudnn"]      # said, not raised
+        assert {"sdpa flash", "sdpa math"} <= set(timed)
+
+
+@pytest.mark.skipif(any(m in sys.modules for m in ("flash_attn", "vllm", "flashinfer")), reason="a peer is here")
+def test_absent_peers_are_null(records):
+    for r in (r for r in records if "sdpa" in r):
+        assert [r["peers"][name] for name in ("flash_attn", "vllm", "flashinfer")] == [None] * 3
+
+
+def test_the_paper_stands_beside_figure_18a_and_19a(records):
+    assert {f"{100 * (a / b - 1):.0f}" for a, b in FIGURE_18A.values()} == {"44", "25", "35", "26", "19", "21"}
+    tiny = [r for r in records if r["case"] == "figure 18a" and not r["interpreted"]]
+    assert tiny[0]["paper"] is None and tiny[0]["overhead"] == pytest.approx(tiny[0]["sdpa"]["ratio"] - 1, abs=1e-3)
+    found = bench.figure_18a(decode(8, 64, "figure 18a", **bench.OPT_13B), {"sdpa": {"ratio": 1.1}})
+    assert found["overhead"] == 0.1 and found["paper"] == {"paged_us": 31.5, "contiguous_us": 21.9, "overhead": 0.4384}
+    assert all(len(ms) == len(BLOCK_SIZES) for ms in FIGURE_19A.values())
+    assert bench.paper_19a(16, 256, "swap") == {"paper": {"ms": 40.1}} and bench.paper_19a(16, 32, "swap") == {"paper": None}
+
+
+def test_a_line_for_each_record(records):
+    lines = [kernel_line(r) for r in records]
+    assert all(len(line.splitlines()) == 1 and "off by " in line for line in lines)
+    assert sum("no time" in line for line in lines) == sum(r["interpreted"] for r in records)
+    assert "FAILED: ValueError: why" in kernel_line({"case": "pack", "backend": "torch", "error": "ValueError: why"})
+
+
+# --- counts
+
+def test_bytes_and_operations_equal_hand_counts():
+    case = decode(64, 1024)
+    assert attention_bytes(case, 2) == 268_435_456 + 1_048_576 + 16_384
+    assert attention_flops(case) == 64 * 1024 * 32 * 128 * 4
+    # 3 queries on 5 keys see 3, 4 and 5 of them; 1 on 4 sees 4; blocks of 2: 3 and 2
+    case = Case("mixed", ((3, 5), (1, 4)), num_heads=2, num_kv_heads=1, head_dim=8, block_size=2)
+    assert attention_bytes(case, 4) == (2 * 9 * 1 + 2 * 4 * 2) * 8 * 4 + 4 * 5
+    assert attention_flops(case) == 4 * 2 * 8 * (3 + 4 + 5 + 4)
+
+
+def test_bytes_and_transfers_of_moves(rig):
+    row = 2 * 16 * 4                                                    # a token of a layer's keys or values: 2 heads of 16
+    assert block_write(rig, "torch", 8)["bytes"] == 8 * (2 * 2 * row + 8)      # k and v, read and written; slots
+    made = block_copy(rig, "torch", 3)
+    assert made["loop_copies"] == 2 * 2 * 3 and made["bytes"] == 2 * 3 * (2 * 2 * 16 * row)
+    assert pack(rig, "torch", 3)["bytes"] == 2 * 3 * (2 * 2 * 16 * row)
+    for size in (1, 4, 32):
+        made = swap(rig, model_shape("tiny"), size, 32)
+        assert made["bytes"] == 2 * 32 * 2 * 2 * row                    # out and in, 32 tokens, K and V, two layers
+        assert made["packed_transfers"] == 2 and made["loop_transfers"] == 2 * (2 * 2 * (32 // size))
+
+
+def test_the_loops_count_what_they_copy():
+    data, host = torch.randn(2, 3, 6, 2, 1, 4), torch.zeros(2, 3, 6, 2, 1, 4)
+    assert bench.loop_copy(data.clone(), [(0, 1), (2, 3)]) == 2 * 3 * 2
+    assert bench.loop_transfer(data, host, [(5, 0), (2, 4)]) == 2 * 3 * 2
+    assert torch.equal(host[:, :, [0, 4]], data[:, :, [5, 2]]) and not host[:, :, [1, 2, 3, 5]].any()
+
+
+def test_shapes_of_a_gpu_run():
+    cases = attention_cases(tiny=False)
+    decodes = {(len(c.lens), c.lens[0][1], c.block_size, c.num_heads) for c in cases if c.name == "decode"}
+    lens = (1024, 2048, 4096, 8192)
+    assert decodes == {(64, n, b, 32) for n in lens for b in (16, 32, 128)} | {(64, n, 16, 9) for n in lens}
+    assert {(len(c.lens), c.lens[0][1]) for c in cases if c.name == "decode split"} == {
+        (m, n) for m in (1, 4, 16) for n in (8192, 32768)}
+    assert [(len(c.lens), c.lens[0][1]) for c in cases if c.name == "figure 18a"] == list(FIGURE_18A)
+    for c in cases: assert all(1 <= q <= n for q, n in c.lens) and c.num_heads % c.num_kv_heads == 0
+    c = model_shape("llama-13b")
+    assert 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2 == 819_200         # a token of OPT-13B's
+
+
+# --- the data and the checks
+
+@pytest.mark.parametrize("case", attention_cases(tiny=True), ids=lambda c: c.name)
+def test_every_candidate_computes_the_same(rig, case):
+    d = make_paged(case, rig)
+    exact = exact_attention(d)
+    calls = {"torch": bench.our_call("torch", d)} | sdpa_calls(d)
+    errors = {name: outcome(f, exact, rig.dtype) for name, f in calls.items()}
+    assert all(isinstance(e, float) for n, e in errors.items() if n in ("torch", "sdpa flash", "sdpa math", "sdpa math folded"))
+    if case.num_heads > case.num_kv_heads and case.lens[0][0] == 1: assert "sdpa math folded" in errors
+    other = repage(d, 4)
+    assert other.case.block_size == 4 and other.caches.isfinite().all()
+    torch.testing.assert_close(paged_attention(other.q, *other.caches, other.batch), exact.float(), atol=2e-5, rtol=0)
+
+
+def test_unused_slots_are_nan_and_tables_are_shuffled(rig):
+    d = make_paged(decode(3, 41, **SHAPE), rig)
+    empty = d.caches.isnan().all((3, 4))
+    assert empty.sum() == 2 * 3 * (6 * 8 - 41) and torch.equal(empty, d.caches.isnan().any(4).any(3))
+    flat = d.batch.block_tables.flatten().tolist()
+    assert sorted(flat) == list(range(18)) and flat != list(range(18))
+
+
+def test_a_wrong_kernel_is_refused_and_not_timed(rig, monkeypatch):
+    def wrong(q, *args): return paged_attention(q, *args) * 1.001
+    monkeypatch.setitem(bench.OURS, "torch", wrong)
+    with pytest.raises(RuntimeError, match="off the reference by"): attention(rig, decode(3, 41, **SHAPE), "torch")
+    monkeypatch.setitem(bench.OURS, "torch", lambda q, *args: torch.full_like(q, torch.nan))
+    with pytest.raises(RuntimeError, match="off the reference by nan"): attention(rig, decode(3, 41, **SHAPE), "torch")
+
+
+@pytest.mark.parametrize("name, wrong, run", [
+    ("torch_write", lambda real: lambda k, v, slots, *new: real(k, v, slots.flip(0), *new), lambda rig: block_write(rig, "torch", 8)),
+    ("torch_copy", lambda real: lambda data, pairs: None, lambda rig: block_copy(rig, "torch", 3)),
+    ("loop_copy", lambda real: lambda data, pairs: real(data, pairs[1:]), lambda rig: block_copy(rig, "torch", 3))])
+def test_a_wrong_move_is_refused(rig, monkeypatch, name, wrong, run):
+    monkeypatch.setattr(bench, name, wrong(getattr(bench, name)))
+    with pytest.raises(RuntimeError, match="differs from the reference"): run(rig)
+
+
+def test_a_swap_that_loses_a_block_is_refused(rig, monkeypatch):
+    real = bench.Swapper.swap_in
+    monkeypatch.setattr(bench.Swapper, "swap_in", lambda self, pairs: real(self, pairs[1:]))
+    with pytest.raises(RuntimeError, match="differs"): swap(rig, model_shape("tiny"), 4, 32)
+
+
+def test_a_recomputed_cache_that_differs_is_refused(rig):
+    config = model_shape("tiny")
+    model = bench.Model(config, bench.RandomWeights(config, rig.dtype, rig.device))
+    assert recompute(rig, model, 4, 32)["max_abs_error"] < 1e-6
+    calls, layer = [], model.layers[0]
+    def odd(*args):                                     # another answer at the second pass
+        calls.append(1)
+        return layer(*args) + (len(calls) > 1)
+    model.layers[0] = odd
+    with pytest.raises(RuntimeError, match="the cache differs"): recompute(rig, model, 4, 32)
+
+
+def test_a_failing_case_is_a_record_and_the_run_goes_on(monkeypatch):
+    def fail(*args): raise RuntimeError("out of\nmemory " + "x" * 500)
+    monkeypatch.setattr(bench, "pack", fail)
+    fail.__name__ = "pack"
+    rows = list(kernel_records("cpu", repeat=1))
+    failed = [r for r in rows if r["error"]]
+    assert {r["case"] for r in failed} == {"pack"} and "us" not in failed[0] and rows[-1]["case"] == "recompute"
+    assert failed[0]["error"].startswith("RuntimeError: out of memory xxx") and len(failed[0]["error"]) < 140
+
+
+# --- peers
+
+def fake_peers(monkeypatch):
+    "Modules with the peers' signatures, whose kernels are ours: right answers through the arguments that they got."
+    def dense(q, caches, lens, starts, tables):
+        batch = bench.PagedBatch(tables, lens, starts, caches[0].shape[1])
+        return paged_attention(q, *caches, batch)
+    def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+        assert causal and k_cache.shape[1] % 256 == 0 and block_table.dtype == cache_seqlens.dtype == torch.int32
+        starts = torch.arange(len(q) + 1, dtype=torch.int32) * q.shape[1]
+        return dense(q.flatten(0, 1), (k_cache, v_cache), cache_seqlens, starts, block_table).view_as(q)
+    def varlen(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, causal, seqused_k, block_table):
+        assert causal and max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == seqused_k.max()
+        return dense(q, (k, v), seqused_k, cu_seqlens_q, block_table)
+    class Wrapper:
+        def __init__(self, workspace, layout, use_tensor_cores): assert layout == "NHD" and not use_tensor_cores
+        def plan(self, indptr, indices, last, heads, kv_heads, dim, size, *, q_data_type, kv_data_type):
+            assert q_data_type == kv_data_type and indptr.dtype == indices.dtype == last.dtype == torch.int32
+            self.counts, self.indices, self.size = indptr.diff(), indices, size
+            self.lens = ((self.counts - 1) * size + last).int()
+        def run(self, q, caches):
+            tables = bench.pad_sequence(self.indices.split(self.counts.tolist()), batch_first=True)
+            return dense(q, caches, self.lens, torch.arange(len(q) + 1), tables)
+    for name, parts in {"flash_attn": {"flash_attn_with_kvcache": with_kvcache}, "vllm": {}, "vllm.vllm_flash_attn":
+                        {"flash_attn_varlen_func": varlen}, "flashinfer": {"BatchDecodeWithPagedKVCacheWrapper": Wrapper}}.items():
+        module = types.ModuleType(name)
+        vars(module).update(parts)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("case", attention_cases(tiny=True), ids=lambda c: c.name)
+def test_peers_are_called_as_they_document(rig, monkeypatch, case):
+    fake_peers(monkeypatch)
+    d = make_paged(case, rig)
+    exact, calls = exact_attention(d), peer_calls(d)
+    found = {name: outcome(f, exact, rig.dtype) if callable(f) else f for name, f in calls.items()}
+    assert isinstance(found["vllm"], float)
+    if case.name != "mixed": assert isinstance(found["flash_attn"], float)
+    else: assert isinstance(found["flash_attn"], str)                    # it takes equal lengths only
+    if case.name in ("prefill", "mixed"): assert found["flashinfer"] == "ValueError: only decoding is compared"
+    else: assert isinstance(found["flashinfer"], float)
+
+
+def test_a_peer_with_another_interface_is_an_error_string(rig, monkeypatch):
+    fake_peers(monkeypatch)
+    monkeypatch.setattr(sys.modules["vllm.vllm_flash_attn"], "flash_attn_varlen_func", lambda q, k, v: q)
+    monkeypatch.delattr(sys.modules["flash_attn"], "flash_attn_with_kvcache")
+    found = attention(rig, decode(3, 41, **SHAPE), "torch")["peers"]
+    assert found["vllm"].startswith("TypeError") and found["flash_attn"].startswith("AttributeError")
+    assert isinstance(found["flashinfer"], dict) and found["flashinfer"]["us"] > 0
+
+
+def test_a_broken_installation_is_said_and_not_null(rig, monkeypatch):
+    def broken(name):
+        if name == "flash_attn": raise ImportError("undefined symbol: _ZN")
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    monkeypatch.setattr(bench, "import_module", broken)
+    found = peer_calls(make_paged(decode(2, 9, **SHAPE), rig))
+    assert found == {"varlen_attn": None, "flash_attn": "ImportError: undefined symbol: _ZN", "vllm": None, "flashinfer": None}
+
+
+# --- the clock
+
+def test_the_clock_of_a_gpu_flushes_before_it_starts(monkeypatch):
+    log = []
+    class Event:
+        def __init__(self, enable_timing): assert enable_timing
+        def record(self): log.append("event")
+        def elapsed_time(self, other): return 0.25                       # milliseconds
+    class Flush:
+        def zero_(self): log.append("flush")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ask = by_events(types.SimpleNamespace(flush=Flush()), lambda: log.append("call"))
+    assert log == ["flush", "event", "call", "event"] and ask() == 250
+
+
+def test_calls_take_turns(rig):
+    log = []
+    times = take_times(Rig("cpu", repeat=4), {"a": lambda: log.append("a"), "b": lambda: log.append("b")})
+    assert log == ["a", "b"] * (3 + 4) and set(times) == {"a", "b"}
+    assert spread([5, 1, 4, 2, 3]) == {"us": 3, "us_quartiles": [2, 4]} and spread([7])["us_quartiles"] == [7, 7]
+
+
+def test_the_roof_is_the_rate_of_a_copy():
+    gpu = types.SimpleNamespace(cuda=True, copy_rate=4e12)
+    assert roof(gpu, 4_000_000, 2.0) == {"predicted_us": 1.0, "share_of_copy": 0.5}
+    assert against(3.0, {"sdpa flash": {"us": 2.0}, "sdpa math": {"us": 9.0}, "vllm": {"us": 1.0}, "sdpa cudnn": "no"}
+                   )["sdpa"] == {"backend": "sdpa flash", "us": 2.0, "ratio": 1.5}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    rig = Rig("cpu", dtype, repeat=1)
+    for what, job in jobs(rig):
+        r = attempt(rig, job)
+        assert r["error"] is None, (what, r["error"])
+
+
+# --- the command
+
+def test_the_command_appends_one_object_a_line(tmp_path, records):
+    out = tmp_path / "kernels.jsonl"
+    out.write_text('{"earlier": true}\n')
+    run = subprocess.run([sys.executable, "-m", "pagedlm", "bench", "kernels", "--json", "--tiny", "--device", "cpu", "--dtype",
+                          "bfloat16", "--repeat", "1", "--out", str(out)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    printed = [json.loads(line) for line in run.stdout.splitlines()]
+    for r in printed: check_record(r)
+    assert {r["dtype"] for r in printed} == {"bfloat16"} and len(printed) == len(records)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"earlier": True}, *printed]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert main(["bench", "kernels", "--device", "cuda", "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.err == "pagedlm: error: device='cuda': PyTorch sees no GPU here; use 'cpu'\n"
+    assert said.out == "" and not out.exists()
+
+
+def test_other_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
+    assert main(["bench", "kernels", "--device", "cpu", "--out", str(tmp_path / "no" / "file")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    monkeypatch.setenv("PAGEDLM_BACKEND", "cuda")
+    assert main(["bench", "kernels", "--device", "cpu"]) == 2
+    assert "PAGEDLM_BACKEND is 'cuda'" in capsys.readouterr().err
+    for args in (["--repeat", "0"], ["--device", "tpu"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit) as e: main(["bench", "kernels", *args])
+        assert e.value.code == 2
+    with pytest.raises(ValueError, match="repeat must be 1 or more"): Rig("cpu", repeat=0)
+
+
+def test_a_failed_case_is_exit_status_1(capsys, monkeypatch):
+    row = {"case": "pack", "backend": "torch", "error": "RuntimeError: no"}
+    monkeypatch.setattr(bench, "kernel_records", lambda *args: iter([row]))
+    assert main(["bench", "kernels"]) == 1 and "FAILED: RuntimeError: no" in capsys.readouterr().out
+    assert main(["bench", "kernels", "--json"]) == 1 and json.loads(capsys.readouterr().out) == row
+
+
+@interpreted
+def test_both_paths_are_measured_here():
+    assert Rig("cpu").backends == ["torch", "triton"] and Rig("cpu").interprets("triton")
+
+
+@pytest.mark.cuda
+def test_records_of_a_gpu():
+    rows = list(kernel_records("cuda", repeat=3, tiny=True))
+    for r in rows:
+        assert r["error"] is None and r["device"] == "cuda" and r["gpu"] and not r["interpreted"], r
+        assert r["us"] > 0 and (r["backend"] == "triton" or r["case"] == "copy")
+    copies = [r for r in rows if r["case"] == "block copy"]
+    assert all(r["launches"] is None or r["launches"]["triton"]["kernels"] == 1 for r in copies)
