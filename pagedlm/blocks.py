@@ -77,22 +77,17 @@ class FreeQueue:
 
 # %% ../nbs/02_blocks.ipynb #allocator
 class BlockAllocator:
-    """Hands out the numbers of `num_blocks` equal blocks; counts the tables that hold each.
-
-    Every call is O(1). Fresh blocks come in `order` (see `first_use`), then the block that
-    has been free for longest. Misuse is a ValueError that names the block.
-    """
+    """Hands out `num_blocks` equal blocks: fresh ones in `order` (see `first_use`), then the
+    one that is free for longest. Counts the tables that hold each. Every call is O(1); misuse
+    is a ValueError that names the block."""
     def __init__(self, num_blocks: int, order: Iterable[int] | None = None):
-        self.num_blocks = num_blocks
         self.queue = FreeQueue(first_use(num_blocks, order))
-        self.refs = [0] * num_blocks
+        self.num_blocks, self.refs = num_blocks, [0] * num_blocks
 
     @property
     def num_free(self) -> int: return len(self.queue)
 
-    def free_blocks(self) -> list[int]:
-        "The free blocks, the one that goes next first."
-        return list(self.queue)
+    def free_blocks(self) -> list[int]: return list(self.queue)     # the next one first
 
     def ref_count(self, block: int) -> int:
         "How many tables hold `block`; 0 if it is free."
@@ -100,28 +95,24 @@ class BlockAllocator:
 
     def allocate(self) -> int | None:
         "Take the block at the head of the free queue; None if there is none."
-        if not self.queue: return None
-        block = next(iter(self.queue))
-        self.take(block)
+        block = next(iter(self.queue), None)
+        if block is not None: self.take(block)
         return block
 
     def take(self, block: int) -> None:
-        "Take this free block, wherever it stands in the queue, for the sake of its contents."
-        if self.ref_count(block) > 0:
-            raise ValueError(f"block {block} is in use: only a free block can be taken")
+        "Take this free block, wherever it stands in the queue, for what it holds."
+        if self.ref_count(block): raise ValueError(f"block {block} is in use, not free")
         self.queue.remove(block)
         self.refs[block] = 1
 
     def share(self, block: int) -> None:
         "One more table holds `block`."
-        if self.ref_count(block) == 0:
-            raise ValueError(f"block {block} is free: only a block in use can be shared")
+        if not self.ref_count(block): raise ValueError(f"block {block} is free, not in use")
         self.refs[block] += 1
 
     def free(self, block: int) -> None:
         "One table less holds `block`; without any, it goes to the tail of the free queue."
-        if self.ref_count(block) == 0:
-            raise ValueError(f"block {block} is free already: it was freed twice")
+        if not self.ref_count(block): raise ValueError(f"block {block} was freed twice")
         self.refs[block] -= 1
         if self.refs[block] == 0: self.queue.append(block)
 

@@ -444,7 +444,7 @@ def test_a_block_twice_in_one_table_is_seen_and_freed_once():
     manager.table("bad").blocks.append(0)
     with pytest.raises(AssertionError, match="'bad' has a block twice"):
         manager.check()
-    with pytest.raises(ValueError, match="block 0 is free already"):
+    with pytest.raises(ValueError, match="block 0 was freed twice"):
         manager.free("bad")
     assert sorted(manager.allocator.free_blocks()) == [0, 1]
     assert manager.table("good").blocks == [2, 3]
