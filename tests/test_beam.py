@@ -1,5 +1,6 @@
 "Beam search: equal to a dense brute force and to transformers, ids and scores; forks, ties, ends, odd shapes."
 import functools
+import itertools
 import math
 import random
 
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedlm.sampling import BeamSearch, token_logprobs
+from pagedlm.sharing import BlockManager
 
 EARLY = [False, True, "never"]
 inf, nan = math.inf, math.nan
@@ -265,6 +267,39 @@ def test_logits_are_left_alone():
     before = x.clone()
     search(3, logprobs=2).step(x)
     assert torch.equal(x, before)
+
+
+# Blocks
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_blocks_hold_each_beams_text_and_nothing_else(block_size):
+    "fork, free and append as told: every table reads its beam's text, dropped beams' blocks are free in the same step."
+    for seed in range(6):
+        toy, beams, prompt = Toy(seed, 7, 1.0), search(4, early_stopping="never", max_tokens=9), [50 + i for i in range(3 + seed)]
+        manager, memory, seqs, names = BlockManager(60, block_size), {}, [0], itertools.count(1)
+        def write(seq, position, token):
+            table = manager.tables[seq].blocks
+            memory[table[position // block_size], position % block_size] = token
+        manager.append(0, len(prompt))
+        for i, t in enumerate(prompt): write(0, i, t)
+        while not beams.done:
+            told, after = beams.step(toy(ids(beams.live))), []
+            for seq, tokens in zip(seqs, told):
+                children = [next(names) for _ in tokens[1:]]
+                for child in children: manager.fork(seq, child)
+                if tokens: after += [seq, *children]
+                else: manager.free(seq)
+            for seq, h in zip(after, beams.live, strict=True):
+                growth = manager.append(seq)
+                for source, to in growth.copies: memory.update({(to, i): memory[source, i] for i in range(block_size) if (source, i) in memory})
+                write(seq, len(prompt) + len(h.token_ids) - 1, h.token_ids[-1])
+            manager.check()
+            seqs = after
+            for seq, h in zip(seqs, beams.live):
+                blocks, text = manager.tables[seq].blocks, prompt + h.token_ids
+                assert [memory[blocks[i // block_size], i % block_size] for i in range(len(text))] == text
+            assert 60 - manager.num_free == len({b for seq in seqs for b in manager.tables[seq].blocks})
+        assert manager.num_free == 60
 
 
 # Log-probabilities
