@@ -77,9 +77,9 @@ class FreeQueue:
 
 # %% ../nbs/02_blocks.ipynb #allocator
 class BlockAllocator:
-    """Hands out `num_blocks` equal blocks: fresh ones in `order` (see `first_use`), then the
-    one that is free for longest. Counts the tables that hold each. Every call is O(1); misuse
-    is a ValueError that names the block."""
+    """Hands out `num_blocks` equal blocks: fresh ones in `order` (see `first_use`), then
+    the one that is free for longest. Counts the tables that hold each. Every call is O(1);
+    misuse is a ValueError that names the block."""
     def __init__(self, num_blocks: int, order: Iterable[int] | None = None):
         self.queue = FreeQueue(first_use(num_blocks, order))
         self.num_blocks, self.refs = num_blocks, [0] * num_blocks
