@@ -93,8 +93,9 @@ def check_request(seq: Sequence, blocks: BlockManager, max_model_len: int | None
     name, total = f"request {seq.request_id!r}", len(seq.prompt) + seq.max_tokens
     if not seq.prompt:
         raise ValueError(f"{name} has an empty prompt: it needs at least one token")
-    if seq.max_tokens < 1:
-        raise ValueError(f"{name} has max_tokens={seq.max_tokens}: it must be at least 1")
+    for limit in ("max_tokens", "width"):
+        if (value := getattr(seq, limit)) < 1:
+            raise ValueError(f"{name} has {limit}={value}: it must be at least 1")
     if max_model_len is not None and total > max_model_len:
         raise ValueError(f"{name} has {len(seq.prompt)} + {seq.max_tokens} = {total} tokens"
                          f" (prompt + max_tokens): max_model_len is {max_model_len}")
@@ -168,6 +169,11 @@ class Draft:
                                     growth.blocks, samples, growth.first)
         self.copies[seq.seq_id] = growth.copies
         self.budget -= n
+
+    def samples(self, group: Group) -> bool:
+        "Do all sequences of this group sample in the step?"
+        rows = [self.rows.get(seq.seq_id) for seq in group.seqs]
+        return all(row is not None and row.samples for row in rows)
 
     def take_back(self, seq: Sequence):
         "`seq` is preempted: its row goes, if there was one, and the budget returns."
@@ -256,7 +262,9 @@ class Endings(Queues):
 class Pins(Endings):
     "Prefixes that stay in the pool because somebody said so (paper, section 4.4)."
     def check_pin(self, seq: Sequence):
-        "ValueError if a request that was accepted would not fit beside this prefix."
+        "ValueError if it is not one for all, or an accepted request would not fit beside it."
+        if seq.salt is not None or seq.width > 1:
+            raise ValueError("a pinned prefix is one sequence, without a salt: all may share it")
         room = self.blocks.num_blocks - self.num_pinned
         room -= blocks_at_most(seq, self.blocks.block_size)
         for group in self.groups.values():
@@ -267,8 +275,10 @@ class Pins(Endings):
                                  f"would have {room} left")
 
     def keep(self, seq_id: int):
-        "This sequence ends, but its table stays: the prompt is pinned."
-        seq = self.sequences[seq_id]
+        "This sequence ends, but its table stays: the prompt is pinned. It must be computed."
+        seq = self.sequences.get(seq_id)
+        if seq is None or not seq.group.pin or seq.num_computed < len(seq.prompt):
+            raise ValueError(f"sequence {seq_id!r} is no pin that is computed")
         self.pins[seq_id] = seq.prompt
         if seq_id in self.known: self.released.append(seq_id)
         self.known.discard(seq_id)
@@ -329,7 +339,6 @@ class Gangs(Entries):
     def shares(self, group: Group, budget: int) -> list[tuple[Sequence, int]]:
         """Who computes how many tokens. All sample in the same step, or none: until each has
         one token left, the last token of each waits."""
-        if group.status is not Status.RUNNING: return []
         if group.decodes: return [(seq, 1) for seq in group.seqs] * (len(group.seqs) <= budget)
         work, waits = [], len(group.seqs) > 1
         for seq in group.seqs:
@@ -343,6 +352,8 @@ class Preemption(Gangs):
     "A group that runs goes on, and another gives way if it must."
     def go_on(self, group: Group, draft: Draft):
         "Rows for a group that runs; while there is no block for one, somebody gives way."
+        if group.status is not Status.RUNNING: return           # it gave way before its turn
+        if group.seqs[0].seq_id not in self.blocks.tables: self.begin(group)
         for seq, n in self.shares(group, draft.budget):
             while (growth := self.grow(seq, n)) is None: self.preempt(self.victim(), draft)
             if group.status is not Status.RUNNING: return       # it gave way to itself
@@ -375,9 +386,10 @@ class Preemption(Gangs):
 class Moves(Preemption):
     "What can happen to a group in a step: it goes on, it gives way, or it comes in."
     def can_admit(self, draft: Draft) -> bool:
-        "Is there budget, are there places, and room for all tokens of the first in line?"
+        "Has the last one come in, and are there budget, places and room for the next in line?"
         line = self.preempted or self.waiting
         if not (line and draft.budget): return False
+        if not all(g.decodes or draft.samples(g) for g in self.running): return False
         if sum(g.places for g in self.running) + line[0].places > self.max_num_seqs: return False
         spare = int(self.watermark * self.blocks.num_blocks) if self.running else 0
         return self.need(line[0]) + spare <= self.blocks.num_free
@@ -387,7 +399,6 @@ class Moves(Preemption):
         group = (self.preempted or self.waiting).popleft()
         group.status = Status.RUNNING
         insort(self.running, group, key=attrgetter("arrival"))
-        self.begin(group)
         self.go_on(group, draft)
 
 # %% ../nbs/05_scheduling.ipynb #outcomes

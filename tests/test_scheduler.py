@@ -2,6 +2,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings, strategies as st
@@ -145,7 +146,10 @@ def check_queues(scheduler):
 def step(scheduler, runner, between=(), caller=Greedy()):
     "One step; the ids in `between` are aborted while the plan runs. Returns the plan."
     known, was_running = set(runner.tables), set(scheduler.running)
+    oldest = [seq.seq_id for group in scheduler.running[:1] for seq in group.seqs]
     plan = scheduler.schedule()
+    if type(scheduler) is Scheduler and oldest:
+        assert {row.seq_id for row in plan.rows} & set(oldest), "the oldest goes on in every step"
     check(scheduler, plan, known, was_running)
     assert plan.rows or not scheduler.has_unfinished
     read = runner.execute(plan)
@@ -245,7 +249,7 @@ def serve(scheduler, requests, bound, after_step=lambda: None):
     return runner
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_anything_equals_solo(workload):
     block_size, num_blocks, requests, limits = workload
@@ -269,12 +273,207 @@ class AnyVictim(Scheduler):
         return others[self.turn * 7919 % 13 % len(others)]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_any_victim_equals_solo(workload):
     block_size, num_blocks, requests, limits = workload
     scheduler = AnyVictim(BlockManager(num_blocks, block_size), **limits)
     serve(scheduler, requests, 20 * sum(n + m for _, n, m, _ in requests))
+
+
+# ---- hypothesis: requests that branch, share, and pin ------------------------------------
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that may branch. "samples": n answers from the first token on, each of which ends
+    at a length of its own. "beam": any lists of continuations. "pin": a prefix that stays."""
+    prompt: tuple
+    max_tokens: int
+    width: int = 1
+    kind: str = "samples"
+    salt: str | None = None
+    ends: tuple = (99,) * 4           # the lengths of the samples, at most max_tokens
+    together: int = 0                 # so many tokens are the same for all samples
+
+    def most(self, size):
+        "The blocks that it can ever hold."
+        full, slots = len(self.prompt) // size, len(self.prompt) + self.max_tokens - 1
+        return full + self.width * (-(-slots // size) - full)
+
+    def advance(self, live, room):
+        "For each live (tag, history): its continuations, (token, tag, whether it ends there)."
+        length = len(live[0][1]) - len(self.prompt)
+        if self.kind == "beam": return self.beams(live, room, length + 1 == self.max_tokens)
+        tags = [range(self.width) if length == 0 else [tag] for tag, _ in live]
+        return [[(next_token([*history, tag] if length >= self.together else history), tag,
+                  length + 1 >= min(self.max_tokens, self.ends[tag])) for tag in mine]
+                for (_, history), mine in zip(live, tags)]
+
+    def beams(self, live, room, last):
+        draw, lists = Random(next_token([token for _, history in live for token in history])), []
+        for _, history in live:
+            n = min(room, draw.choice([0, 1, 1, 2, 3] if len(live) > 1 or draw.random() < .05 else [1, 2, 3]))
+            lists.append([(next_token([*history, i % 3]), 0, last or draw.random() < .04) for i in range(n)])
+            room -= n
+        draw.shuffle(lists)           # or the first ones would get the most
+        return lists
+
+    def alone(self):
+        "Its (tag, output)s in the order in which they end, without any scheduler."
+        live, room, done = [(0, list(self.prompt))], self.width, []
+        while live:
+            lists = self.advance(live, room)
+            new = [(tag, [*history, token], end) for (_, history), mine in zip(live, lists)
+                   for token, tag, end in mine]
+            done += [(tag, history[len(self.prompt):]) for tag, history, end in new if end]
+            room -= sum(end for _, _, end in new)
+            live = [(tag, history) for tag, history, end in new if not end]
+        return done
+
+
+class Branching(Greedy):
+    "What stands above a scheduler with `Ask`s: lists of continuations in, ends and pins out."
+
+    def __init__(self, scheduler):
+        self.scheduler, self.tags, self.asks, self.done, self.first = scheduler, {}, {}, {}, {}
+        self.cached = {}
+
+    def add(self, request_id, ask):
+        "False if it was refused."
+        blocks, seq = self.scheduler.blocks, Sequence(
+            self.scheduler.new_id(), request_id, list(ask.prompt), ask.max_tokens, ask.width, ask.salt)
+        pinned = {b for pin in self.scheduler.pins for b in blocks.table(pin).blocks}
+        to_come = [a for i, a in self.asks.items() if i in self.scheduler.groups and a.kind == "pin"]
+        others = [a for i, a in self.asks.items() if i in self.scheduler.groups and a.kind != "pin"]
+        held = len(pinned) + sum(a.most(blocks.block_size) for a in to_come)
+        room, need = blocks.num_blocks - held, ask.most(blocks.block_size)
+        crowded = ask.kind == "pin" and any(a.most(blocks.block_size) > room - need for a in others)
+        assert self.scheduler.num_pinned == held
+        if need > room or crowded:
+            with pytest.raises(ValueError, match=rf"{len(ask.prompt)} tokens cannot be pinned|{request_id}.*{room} besides {held} pin"):
+                self.scheduler.add(seq, pin=ask.kind == "pin")
+            event("refused beside pins")
+            return False
+        self.scheduler.add(seq, pin=ask.kind == "pin")
+        self.tags[seq.seq_id], self.asks[request_id], self.done[request_id] = 0, ask, []
+        self.first[request_id] = seq
+        return True
+
+    def sample(self, read):
+        "The lists for each gang, from the histories of all its sequences, as the cache has them."
+        sampled, self.plan = {}, {}
+        for group in dict.fromkeys(self.scheduler.sequences[i].group for i in read):
+            ask, ids = self.asks[group.request_id], [seq.seq_id for seq in group.seqs]
+            assert [i for i in read if i in ids] == ids, "in order, and none is missing"
+            for seq in group.seqs: assert read[seq.seq_id] == seq.tokens_from(0, seq.num_tokens)
+            assert group.places == ask.width - len(self.done[group.request_id])
+            lists = ask.advance([(self.tags[i], read[i]) for i in ids], group.places)
+            sampled |= {i: [token for token, _, _ in mine] for i, mine in zip(ids, lists)}
+            self.plan[group.request_id] = [entry for mine in lists for entry in mine]
+        return sampled
+
+    def take(self, scheduler, grown):
+        for request_id, group in [(i, self.first[i].group) for i in self.plan]:
+            mine = [seq for seq in grown if seq.group is group]
+            assert len(mine) in (0, len(self.plan[request_id]))          # 0: aborted
+            for seq, (token, tag, ends) in zip(mine, self.plan[request_id]):
+                assert seq.output[-1] == token and seq.remaining == 1
+                self.tags[seq.seq_id] = tag
+                if not ends: continue
+                self.done[request_id].append((tag, seq.output))
+                if self.asks[request_id].kind == "pin": scheduler.keep(seq.seq_id)
+                else: scheduler.finish(seq.seq_id)
+
+
+@st.composite
+def asks(draw):
+    "Block size, number of blocks, limits, and `Ask`s with (gap, abort, steps until a pin is dropped)."
+    size, seed, made = draw(st.integers(1, 5)), draw(st.integers(0, 10**6)), []
+    limits = dict(max_num_batched_tokens=draw(st.sampled_from([16, 512, 4, 8, 5])),
+                  max_num_seqs=draw(st.sampled_from([16, 8, 4])), watermark=draw(st.sampled_from([0, .01, .3])))
+    for i in range(draw(st.sampled_from([9, 6, 4, 3]))):
+        pick = Random(f"{seed} {i}")
+        kind = pick.choice(["samples", "beam"] * 3 + ["pin"])
+        abort = pick.choice([None] * 5 + [pick.randrange(15)])
+        made.append((any_ask(pick, kind, size, made, seed), pick.choice([0, 0, 0, 1, 3]),
+                     None if abort is None else (abort, pick.random() < .5), pick.randrange(30)))
+    pins = sum(ask.most(size) for ask, *_ in made if ask.kind == "pin")
+    slack = draw(st.sampled_from([0, 1])) + draw(st.sampled_from([0, pins // 2, pins]))
+    return size, max(ask.most(size) for ask, *_ in made) + slack, made, limits
+
+
+def any_ask(pick, kind, size, made, shape):
+    start, told = prompt_of(pick.randrange(2), 20), [ask for ask, *_ in made if ask.salt is None]
+    if told and pick.random() < .3:                 # a conversation that goes on
+        before = pick.choice(told)
+        start = [*before.prompt, *next((out for _, out in before.alone()), [])]
+    prompt = (*start[:pick.randint(1, min(len(start), pick.choice([size * 3, 3, 30])))],
+              *[pick.randrange(9) for _ in range(pick.choice([0, 0, 1, 3]))])
+    if kind == "pin": return Ask(prompt, 1, kind=kind)
+    usual = Random(shape)                     # most are of one shape, so that several fill the pool
+    width, max_tokens = usual.choice([1, 2, 2, 3, 4]), usual.choice([14, 10, 7])
+    if pick.random() < .3: width, max_tokens = pick.choice([1, 2, 3, 4]), pick.choice([10, 7, 14, 4, 1])
+    return Ask(prompt, max_tokens, width, kind, pick.choice([None, None, None, "a", "b"]),
+               tuple(pick.choice([99, 99, 99, 99, 1, 2, 5, 9]) for _ in range(4)), pick.choice([0, 2, 5, 8]))
+
+
+def serve_asks(scheduler, made, bound, after_step=lambda: None):
+    "All to the end; then nothing but the pins is left, and without them nothing at all."
+    runner, above, now, at = FakeRunner(scheduler), Branching(scheduler), 0, 0
+    arrivals, doomed, unpins, aborted = {}, {}, {}, set()
+    for i, (ask, gap, abort, hold) in enumerate(made):
+        at += gap
+        arrivals.setdefault(at, []).append((f"r{i}", ask))
+        if abort: doomed.setdefault((at + abort[0], abort[1]), []).append(f"r{i}")
+        if abort: aborted.add(f"r{i}")
+        if ask.kind == "pin": unpins.setdefault(at + hold, []).append(f"r{i}")
+    while arrivals or scheduler.has_unfinished:
+        for request_id, ask in arrivals.pop(now, []): above.add(request_id, ask)
+        for request_id in doomed.get((now, False), []): scheduler.abort(request_id)
+        for request_id in unpins.get(now, []):
+            if request_id in above.first and above.first[request_id].seq_id in scheduler.pins:
+                scheduler.unpin(above.first[request_id].seq_id)
+        if scheduler.has_unfinished: step(scheduler, runner, doomed.get((now, True), []), above)
+        after_step()
+        now += 1
+        assert now <= at + bound, "too many steps"
+    pinned = {b for pin in scheduler.pins for b in scheduler.blocks.table(pin).blocks}
+    assert scheduler.blocks.num_used == len(pinned) == scheduler.num_pinned
+    for pin in list(scheduler.pins): scheduler.unpin(pin)
+    idle(scheduler, runner)
+    for request_id, done in above.done.items():
+        want = above.asks[request_id].alone()
+        assert done == want[:len(done)] and (len(done) == len(want) or request_id in aborted), request_id
+    event(f"preempted: {scheduler.num_preemptions > 0}")
+    event(f"copied: {runner.copied > 0}")
+    event(f"a gang preempted: {any(first.group.num_preemptions and len(above.done[i]) > 1 for i, first in above.first.items())}")
+    event(f"shared with others: {any(first.group.num_cached for first in above.first.values())}")
+    return runner
+
+
+def scheduler_of(cls, size, num_blocks, caching, limits):
+    return cls(BlockManager(num_blocks, size, enable_prefix_caching=caching), **limits)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(asks(), st.booleans())
+def test_anything_that_branches_equals_solo(drawn, caching):
+    size, num_blocks, made, limits = drawn
+    scheduler = scheduler_of(Scheduler, size, num_blocks, caching, limits)
+
+    def in_line():
+        line = [*scheduler.running, *scheduler.preempted, *scheduler.waiting]
+        assert line == sorted(line, key=lambda group: group.arrival), "nobody passes anybody"
+        assert all(group.decodes for group in scheduler.running[:-1]), "one comes in at a time"
+    serve_asks(scheduler, made, sum(a.width * (len(a.prompt) + a.max_tokens) for a, *_ in made), in_line)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(asks(), st.booleans())
+def test_any_victim_that_branches_equals_solo(drawn, caching):
+    size, num_blocks, made, limits = drawn
+    scheduler = scheduler_of(AnyVictim, size, num_blocks, caching, limits)
+    serve_asks(scheduler, made, 20 * sum(a.width * (len(a.prompt) + a.max_tokens) for a, *_ in made))
 
 
 # ---- who gives way, and in which order they return ---------------------------------------
