@@ -97,7 +97,8 @@ def write_kernel(k_cache, v_cache, k, v, slots, cache_block, cache_slot, cache_h
     "Program t puts the key and the value of token t into slot slots[t]; -1: nowhere."
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    head, dim = tl.arange(0, PAD_HEADS)[:, None], tl.arange(0, PAD_DIM)[None, :]
+    head = tl.arange(0, PAD_HEADS)[:, None].to(tl.int64)
+    dim = tl.arange(0, PAD_DIM)[None, :]
     there = (head < NUM_HEADS) & (dim < HEAD_DIM)
     at = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
     at += head * cache_head + dim
@@ -115,8 +116,11 @@ def check_write(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: T
             raise ValueError(f"{name} has shape {list(new.shape)}; it must be {expected}")
 
 def torch_write(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor):
+    block_size = k_cache.shape[1]
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.flatten(0, 1).index_copy_(0, slots, new.to(cache.dtype))
+        new = new.to(cache.dtype)
+        if cache.is_contiguous(): cache.flatten(0, 1).index_copy_(0, slots, new)
+        else: cache[slots // block_size, slots % block_size] = new   # a flatten would copy
 
 def triton_write(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: Tensor):
     _, block_size, heads, dim = k_cache.shape
