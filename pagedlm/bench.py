@@ -49,7 +49,8 @@ def read_workload(path: str | Path) -> dict:
     try: w = json.loads(Path(path).read_text())
     except ValueError as e: raise ValueError(f"{path} is not JSON: {e}") from None
     def refuse(why): raise ValueError(f"{path}: {why}")
-    if not isinstance(w, dict): refuse(f"a workload is an object, not a {type(w).__name__}")
+    if not isinstance(w, dict):
+        refuse(f"a workload is a JSON object, not a {type(w).__name__}")
     for key in ("requests", "warmup", "single"):
         if not w.get(key): refuse(f"no {key!r}: a workload has requests, warmup and single")
         rows = [w[key]] if key == "single" else w[key]
@@ -224,7 +225,7 @@ class Rig:
         if repeat < 1: raise ValueError(f"repeat must be 1 or more, not {repeat}")
         self.device = pick_device(device)
         self.dtype, self.cuda = pick_dtype(dtype, self.device), self.device.type == "cuda"
-        self.repeat, self.tiny, self.copy_rate = repeat, tiny or not self.cuda, None
+        self.repeat, self.tiny, self.rates = repeat, tiny or not self.cuda, {}
         self.flush = torch.empty(2**30 if self.cuda else 0, dtype=torch.uint8,
                                  device=self.device)
         self.backend, problem = pick_backend(self.device), triton_problem(self.device)
@@ -279,17 +280,20 @@ def measure_copy(rig: Rig) -> dict:
         calls |= {"to_host": lambda: host.copy_(a, non_blocking=True),
                   "to_device": lambda: a.copy_(host, non_blocking=True)}
     times = take_times(rig, calls)
-    rig.copy_rate = 2 * a.nbytes / times["copy"]["us"] * 1e6
+    rig.rates["copy"] = 2 * a.nbytes / times["copy"]["us"] * 1e6
+    if rig.cuda:     # the link, there and back again
+        both = times["to_host"]["us"] + times["to_device"]["us"]
+        rig.rates["link"] = 2 * a.nbytes / both * 1e6
     rates = {f"{name}_gb_s": round((1 + (name == "copy")) * a.nbytes / t["us"] / 1e3, 1)
              for name, t in times.items()}
     error = float((a != b).any())
     return {"max_abs_error": error, "bytes": 2 * a.nbytes, **times["copy"], **rates}
 
-def roof(rig: Rig, num_bytes: int, us: float) -> dict:
-    "How a time compares with that of copying as many bytes; nothing of the sort on a CPU."
+def roof(rig: Rig, num_bytes: int, us: float, over: str = "copy") -> dict:
+    "How a time compares with that of a copy, or of the link; nothing of the sort on a CPU."
     if not rig.cuda: return {}
-    predicted = num_bytes / rig.copy_rate * 1e6
-    return {"predicted_us": round(predicted, 3), "share_of_copy": round(predicted / us, 4)}
+    least = num_bytes / rig.rates[over] * 1e6
+    return {"predicted_us": round(least, 3), f"share_of_{over}": round(least / us, 4)}
 
 # %% ../nbs/12_benchmarks.ipynb #paged-data
 @dataclass(frozen=True, eq=False)
@@ -517,7 +521,7 @@ def launches(rig: Rig, f: Callable) -> dict | None:
     return {"kernels": len(names) - transfers, "transfers": transfers} if names else None
 
 def moved(rig: Rig, backend: str, calls: dict[str, Callable], errors: dict[str, float],
-          num_bytes: int, wall: bool = False) -> dict:
+          num_bytes: int, wall: bool = False, over: str = "copy") -> dict:
     """The record of calls that only move bytes, ours under the name `backend`. RuntimeError
     if one of the `errors`, how far each was off, is not 0."""
     if wrong := {name: e for name, e in errors.items() if e != 0}:
@@ -527,7 +531,7 @@ def moved(rig: Rig, backend: str, calls: dict[str, Callable], errors: dict[str, 
     times = take_times(rig, calls, wall)
     counts = {name: launches(rig, f) for name, f in calls.items() if name != "loop"}
     ours = times.pop(backend)
-    made |= ours | roof(rig, num_bytes, ours["us"])
+    made |= ours | roof(rig, num_bytes, ours["us"], over)
     return made | {"peers": times, "launches": counts}
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -636,7 +640,7 @@ def swap(rig: Rig, config: ModelConfig, block_size: int, num_tokens: int) -> dic
               "loop_transfers": 4 * config.num_layers * n}
     calls = {name: partial(in_turn, *way) for name, way in ways.items()}
     num_bytes = swapper.bytes_out + swapper.bytes_in      # of the one round trip so far
-    made = moved(rig, rig.backend, calls, errors, num_bytes, wall=True)
+    made = moved(rig, rig.backend, calls, errors, num_bytes, wall=True, over="link")
     return made | counts | paper_19a(block_size, num_tokens, "swap")
 
 def in_turn(*calls: Callable) -> None:
@@ -762,7 +766,7 @@ def attempt(rig: Rig, job: Callable[[], dict]) -> dict:
     except Exception as e: return {"error": reason(e)}
     finally:
         if rig.cuda: torch.cuda.empty_cache()
-    return found | {"copy_gb_s": round(rig.copy_rate / 1e9, 1) if rig.copy_rate else None}
+    return found | {f"{over}_gb_s": round(rate / 1e9, 1) for over, rate in rig.rates.items()}
 
 def versions() -> dict:
     "Of what can change a time; None for what is not installed."
@@ -783,7 +787,8 @@ def kernel_line(r: dict) -> str:
     line += f"off by {r['max_abs_error']:.1e}"
     if r["interpreted"]: return line + "  checked in the interpreter, no time"
     line += f"  {r['us']:>10.1f} us"
-    if "share_of_copy" in r: line += f"  {r['share_of_copy']:.1%} of copy"
+    for over in ("copy", "link"):
+        if share := r.get(f"share_of_{over}"): line += f"  {share:.1%} of {over}"
     loop = r.get("peers", {}).get("loop")
     if loop: line += f"  block by block {loop['us']:.1f} us"
     if r.get("sdpa"): line += f"  {r['sdpa']['ratio']:.2f} x {r['sdpa']['backend']}"

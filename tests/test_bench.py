@@ -287,8 +287,9 @@ def test_calls_take_turns(rig):
 
 
 def test_the_roof_is_the_rate_of_a_copy():
-    gpu = types.SimpleNamespace(cuda=True, copy_rate=4e12)
+    gpu = types.SimpleNamespace(cuda=True, rates={"copy": 4e12, "link": 5e10})
     assert roof(gpu, 4_000_000, 2.0) == {"predicted_us": 1.0, "share_of_copy": 0.5}
+    assert roof(gpu, 100_000, 4.0, "link") == {"predicted_us": 2.0, "share_of_link": 0.5}
     assert against(3.0, {"sdpa flash": {"us": 2.0}, "sdpa math": {"us": 9.0}, "vllm": {"us": 1.0}, "sdpa cudnn": "no"}
                    )["sdpa"] == {"backend": "sdpa flash", "us": 2.0, "ratio": 1.5}
 
