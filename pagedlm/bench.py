@@ -31,9 +31,10 @@ from .kernels import (
 from .models import Model, ModelConfig, Weights, pick_device, pick_dtype
 
 # %% auto #0
-__all__ = ['ENGINES', 'TOLERANCE', 'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED', 'FIGURE_18A', 'FIGURE_19A', 'SHAPES',
-           'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed',
-           'peak_rss_mb', 'check_arguments', 'check_lengths', 'throughput', 'Case', 'decode', 'attention_bytes',
+__all__ = ['ENGINES', 'SHAPES', 'PAPER_15', 'WAYS', 'TOLERANCE', 'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED',
+           'FIGURE_18A', 'FIGURE_19A', 'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine',
+           'serve_by_manager', 'timed', 'peak_rss_mb', 'check_arguments', 'check_lengths', 'throughput', 'cut_prompts',
+           'served_in_turn', 'saving', 'first_tokens', 'prefix', 'sharing_records', 'Case', 'decode', 'attention_bytes',
            'attention_flops', 'Rig', 'by_events', 'by_wall', 'take_times', 'spread', 'measure_copy', 'roof', 'Paged',
            'paginate', 'make_paged', 'exact_attention', 'outcome', 'reason', 'sdpa', 'sdpa_calls', 'varlen_call',
            'flash_attn_call', 'vllm_call', 'most', 'flashinfer_call', 'peer_calls', 'repage', 'our_call', 'other_calls',
@@ -81,7 +82,7 @@ def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int
     "(`generate(requests) -> {id: token ids}`, `preemptions() -> int`) of this package."
     from pagedlm.engine import LLM, SamplingParams
     with LLM(model, dtype=dtype, num_blocks=kv_tokens // 16, max_num_seqs=max_num_seqs,
-             progress=True) as llm:
+             enable_prefix_caching=False, progress=True) as llm:
         def generate(requests):
             greedy = partial(SamplingParams, temperature=0, ignore_eos=True)
             params = [greedy(max_tokens=r["max_tokens"]) for r in requests]
@@ -189,6 +190,87 @@ def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2",
             "preemptions": preempted,
             "versions": {"pagedlm": __version__, "torch": torch.__version__,
                          "transformers": transformers.__version__}}
+
+# %% ../nbs/12_benchmarks.ipynb #saving
+SHAPES = {"alpaca": (19, 58), "sharegpt": (161, 338)}      # tokens of prompt and output (Figure 11)
+PAPER_15 = {("alpaca", "parallel"): {2: 6.1, 4: 8.5, 6: 9.8}, ("alpaca", "beam"): {2: 37.6, 4: 53.1, 6: 55.2},
+            ("sharegpt", "parallel"): {2: 16.2, 6: 30.5}, ("sharegpt", "beam"): {2: 44.3, 6: 66.3}}
+
+def cut_prompts(workload: str | Path, num: int, length: int) -> list[list[int]]:
+    "`num` prompts of `length` tokens: the texts of a workload behind each other, cut anew."
+    ids = [t for r in read_workload(workload)["requests"] for t in r["prompt_token_ids"]]
+    if len(ids) < num * length:
+        raise ValueError(f"{num} prompts of {length} tokens are more than the {len(ids)} of {workload}")
+    return [ids[i * length:(i + 1) * length] for i in range(num)]
+
+def served_in_turn(engine, prompts: list[list[int]], params, every: int) -> None:
+    "A request each `every` steps, until all have ended."
+    waiting, step = list(enumerate(prompts)), 0
+    while waiting or engine.has_unfinished():
+        if waiting and step % every == 0:
+            number, prompt = waiting.pop(0)
+            engine.add_request(str(number), prompt, params)
+        errors = [out.error for out in engine.step() if out.error]
+        if errors: raise RuntimeError(errors[0])
+        step += 1
+
+def saving(model: Model, workload: str | Path, shape: str, kind: str, width: int,
+           num_requests: int = 8) -> dict:
+    "The memory that `width` samples (kind parallel) or beams save: one record."
+    from pagedlm.engine import Engine, SamplingParams
+    prompt, output = SHAPES[shape]
+    how = dict(use_beam_search=True) if kind == "beam" else dict(seed=0)
+    params = SamplingParams(n=width, max_tokens=output, ignore_eos=True, **how)
+    engine = Engine(model, tokenizer=None, num_blocks=(num_requests * width * (prompt + output)) // 16 + 16,
+                    enable_prefix_caching=False)
+    served_in_turn(engine, cut_prompts(workload, num_requests, prompt), params, output // 4)
+    stats = engine.stats()
+    return dict(bench="saving", shape=shape, kind=kind, width=width, block_size=16, requests=num_requests,
+                saved_percent=round(100 * stats.memory_saved, 1), paper_percent=PAPER_15[shape, kind].get(width),
+                cow_copies=stats.cow_copies, steps=stats.steps, preemptions=stats.preemptions_recompute)
+
+# %% ../nbs/12_benchmarks.ipynb #prefix
+def first_tokens(engine, prompts: list[list[int]], max_tokens: int) -> list[float]:
+    "Seconds until each request's first token, all added at once, and served to their ends."
+    from pagedlm.engine import SamplingParams
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for i, prompt in enumerate(prompts): engine.add_request(str(i), prompt, params)
+    start, first = time.perf_counter(), {}
+    while engine.has_unfinished():
+        for out in engine.step():
+            if out.error: raise RuntimeError(out.error)
+            first.setdefault(out.request_id, time.perf_counter() - start)
+    return sorted(first.values())
+
+def prefix(model: Model, workload: str | Path, way: str, num_requests: int = 64, length: int = 341,
+           tail: int = 20, max_tokens: int = 8) -> dict:
+    "`num_requests` prompts that share `length` tokens, with sharing off, automatic or pinned."
+    from pagedlm.engine import Engine
+    engine = Engine(model, tokenizer=None, num_blocks=num_requests * (length + tail + max_tokens) // 16 + 64,
+                    enable_prefix_caching=way == "automatic")
+    shared, = cut_prompts(workload, 1, length)
+    tails = cut_prompts(workload, num_requests + 20, tail)[20:]
+    if way == "pinned": engine.pin_prefix(shared)
+    times = first_tokens(engine, [shared + t for t in tails], max_tokens)
+    stats = engine.stats()
+    return dict(bench="prefix", way=way, requests=num_requests, prefix=length, tail=tail,
+                prompt_tokens=stats.prompt_tokens, computed=stats.prompt_tokens - stats.prefix_hit_tokens,
+                ttft_mean_s=round(statistics.mean(times), 3), ttft_max_s=round(times[-1], 3),
+                cow_copies=stats.cow_copies, peak_blocks=stats.peak_used_blocks)
+
+# %% ../nbs/12_benchmarks.ipynb #sharing-records
+WAYS = "off", "automatic", "pinned"
+
+def sharing_records(workload: str | Path, model: str = "smollm2", dtype: str = "auto",
+                    shapes: list[str] = list(SHAPES), num_requests: int = 8) -> Iterator[dict]:
+    "A record for each saving (shape, kind, width), then one for each way to share a prefix."
+    from pagedlm.models import load_model
+    loaded = load_model(model, dtype=dtype, progress=True)
+    about = dict(model=str(model), dtype=str(loaded.dtype).removeprefix('torch.'), threads=torch.get_num_threads(), pagedlm=__version__,
+                 torch=torch.__version__)
+    for shape, kind, width in product(shapes, ("parallel", "beam"), (2, 4, 6)):
+        yield saving(loaded, workload, shape, kind, width, num_requests) | about
+    for way in WAYS: yield prefix(loaded, workload, way) | about
 
 # %% ../nbs/12_benchmarks.ipynb #case
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from functools import partial
 from . import __version__
 
 # %% auto #0
-__all__ = ['DTYPES', 'pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'positive',
-           'model_options', 'add_generate', 'add_bench', 'add_throughput', 'add_kernels', 'parser', 'main']
+__all__ = ['DTYPES', 'pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'bench_sharing',
+           'positive', 'model_options', 'add_generate', 'add_bench', 'add_throughput', 'add_kernels', 'add_sharing',
+           'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -81,6 +82,20 @@ def bench_kernels(args: argparse.Namespace) -> int:
             print(json.dumps(record), file=out, flush=True)
     return int(failed)
 
+# %% ../nbs/13_cli.ipynb #sharing
+def bench_sharing(args: argparse.Namespace) -> int:
+    "Print a record for each case, and append it to a file."
+    from pagedlm.bench import sharing_records
+    if args.threads:
+        import torch
+        torch.set_num_threads(args.threads)
+    shapes = ["alpaca", "sharegpt"] if args.shape == "all" else [args.shape]
+    with open(args.out or os.devnull, "a") as out:
+        for record in sharing_records(args.workload, args.model, args.dtype, shapes, args.requests):
+            print(json.dumps(record), flush=True)
+            print(json.dumps(record), file=out, flush=True)
+    return 0
+
 # %% ../nbs/13_cli.ipynb #positive
 def positive(text: str) -> int:
     "A whole number from 1, for argparse."
@@ -130,6 +145,7 @@ def add_bench(sub):
     kinds = bench.add_subparsers(metavar="KIND", required=True)
     add_throughput(kinds)
     add_kernels(kinds)
+    add_sharing(kinds)
 
 def add_throughput(kinds):
     p = kinds.add_parser("throughput", help="tokens/s on a workload file",
@@ -167,6 +183,24 @@ def add_kernels(kinds):
     p.add_argument("--json", action="store_true",
                    help="print the records themselves, not a line of text for each")
     p.set_defaults(run=bench_kernels)
+
+# %% ../nbs/13_cli.ipynb #add-sharing
+def add_sharing(kinds):
+    p = kinds.add_parser("sharing", help="memory and time that sharing blocks saves",
+                         description="Measure what copy-on-write saves for parallel samples "
+                         "and beams, and what a shared prefix saves for 64 requests. Some "
+                         "20 minutes on two cores.")
+    p.add_argument("--workload", required=True, metavar="FILE",
+                   help="JSON with requests, whose texts the prompts are cut from")
+    model_options(p)
+    p.add_argument("--shape", default="all", choices=["all", "alpaca", "sharegpt"],
+                   help="lengths of prompt and output (default: all)")
+    p.add_argument("--requests", type=positive, default=8, metavar="N",
+                   help="for each number of samples or beams (default: 8)")
+    p.add_argument("--threads", type=positive, metavar="N",
+                   help="of PyTorch (default: its own choice)")
+    p.add_argument("--out", metavar="FILE", help="append the records there, as JSON lines")
+    p.set_defaults(run=bench_sharing)
 
 # %% ../nbs/13_cli.ipynb #main
 def parser() -> argparse.ArgumentParser:
