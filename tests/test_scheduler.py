@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 
-from pagedlm.scheduler import Scheduler, Sequence, Status
+from pagedlm.scheduler import Draft, Scheduler, Sequence, Status
 from pagedlm.sharing import BlockManager
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
@@ -82,6 +82,8 @@ class Greedy:
             assert seq.remaining == 1
             if len(seq.output) == seq.max_tokens: scheduler.finish(seq.seq_id)
 
+    def end(self, scheduler, request_id): scheduler.abort(request_id)
+
 
 def prompt_of(i, n): return [(i * 7919 + j * 31) % 50_000 for j in range(n)]
 
@@ -155,7 +157,7 @@ def step(scheduler, runner, between=(), caller=Greedy()):
     read = runner.execute(plan)
     assert set(runner.tables) == scheduler.known
     sampled = caller.sample(read)
-    for request_id in between: scheduler.abort(request_id)
+    for request_id in between: caller.end(scheduler, request_id)
     scheduler.blocks.check()
     grown = scheduler.update(plan, sampled)
     assert all(seq.group.status is Status.RUNNING for seq in grown)
@@ -336,7 +338,7 @@ class Branching(Greedy):
 
     def __init__(self, scheduler):
         self.scheduler, self.tags, self.asks, self.done, self.first = scheduler, {}, {}, {}, {}
-        self.cached = {}
+        self.lost, self.aborted = {}, set()     # samples and requests that were ended before their time
 
     def add(self, request_id, ask):
         "False if it was refused."
@@ -356,8 +358,19 @@ class Branching(Greedy):
             return False
         self.scheduler.add(seq, pin=ask.kind == "pin")
         self.tags[seq.seq_id], self.asks[request_id], self.done[request_id] = 0, ask, []
-        self.first[request_id] = seq
+        self.first[request_id], self.lost[request_id] = seq, set()
         return True
+
+    def end(self, scheduler, which):
+        "A whole request, or the first of its samples."
+        request_id, one = which
+        group = scheduler.groups.get(request_id)
+        if not (one and group and len(group.seqs) > 1 and self.asks[request_id].kind == "samples"):
+            if scheduler.abort(request_id): self.aborted.add(request_id)
+            return
+        event(f"one of a gang ended: {group.status.value}, in step: {group.decodes}")
+        self.lost[request_id].add(self.tags[group.seqs[0].seq_id])
+        scheduler.finish(group.seqs[0].seq_id)
 
     def sample(self, read):
         "The lists for each gang, from the histories of all its sequences, as the cache has them."
@@ -366,17 +379,18 @@ class Branching(Greedy):
             ask, ids = self.asks[group.request_id], [seq.seq_id for seq in group.seqs]
             assert [i for i in read if i in ids] == ids, "in order, and none is missing"
             for seq in group.seqs: assert read[seq.seq_id] == seq.tokens_from(0, seq.num_tokens)
-            assert group.places == ask.width - len(self.done[group.request_id])
+            assert group.places == ask.width - len(self.done[group.request_id]) - len(self.lost[group.request_id])
             lists = ask.advance([(self.tags[i], read[i]) for i in ids], group.places)
             sampled |= {i: [token for token, _, _ in mine] for i, mine in zip(ids, lists)}
-            self.plan[group.request_id] = [entry for mine in lists for entry in mine]
+            self.plan[group.request_id] = list(zip(ids, lists))
         return sampled
 
     def take(self, scheduler, grown):
-        for request_id, group in [(i, self.first[i].group) for i in self.plan]:
-            mine = [seq for seq in grown if seq.group is group]
-            assert len(mine) in (0, len(self.plan[request_id]))          # 0: aborted
-            for seq, (token, tag, ends) in zip(mine, self.plan[request_id]):
+        for request_id, lists in self.plan.items():
+            mine = [seq for seq in grown if seq.group is self.first[request_id].group]
+            entries = [entry for i, entries in lists if i in scheduler.sequences for entry in entries]
+            assert len(mine) == len(entries)         # without those that were ended meanwhile
+            for seq, (token, tag, ends) in zip(mine, entries):
                 assert seq.output[-1] == token and seq.remaining == 1
                 self.tags[seq.seq_id] = tag
                 if not ends: continue
@@ -387,7 +401,8 @@ class Branching(Greedy):
 
 @st.composite
 def asks(draw):
-    "Block size, number of blocks, limits, and `Ask`s with (gap, abort, steps until a pin is dropped)."
+    """Block size, number of blocks, limits, and `Ask`s with (gap, (steps until it is ended,
+    whether while a plan runs, whether one sample only) or None, steps until a pin is dropped)."""
     size, seed, made = draw(st.integers(1, 5)), draw(st.integers(0, 10**6)), []
     limits = dict(max_num_batched_tokens=draw(st.sampled_from([16, 512, 4, 8, 5])),
                   max_num_seqs=draw(st.sampled_from([16, 8, 4])), watermark=draw(st.sampled_from([0, .01, .3])))
@@ -396,7 +411,7 @@ def asks(draw):
         kind = pick.choice(["samples", "beam"] * 3 + ["pin"])
         abort = pick.choice([None] * 5 + [pick.randrange(15)])
         made.append((any_ask(pick, kind, size, made, seed), pick.choice([0, 0, 0, 1, 3]),
-                     None if abort is None else (abort, pick.random() < .5), pick.randrange(30)))
+                     None if abort is None else (abort, pick.random() < .5, pick.random() < .5), pick.randrange(30)))
     pins = sum(ask.most(size) for ask, *_ in made if ask.kind == "pin")
     slack = draw(st.sampled_from([0, 1])) + draw(st.sampled_from([0, pins // 2, pins]))
     return size, max(ask.most(size) for ask, *_ in made) + slack, made, limits
@@ -420,16 +435,18 @@ def any_ask(pick, kind, size, made, shape):
 def serve_asks(scheduler, made, bound, after_step=lambda: None):
     "All to the end; then nothing but the pins is left, and without them nothing at all."
     runner, above, now, at = FakeRunner(scheduler), Branching(scheduler), 0, 0
-    arrivals, doomed, unpins, aborted = {}, {}, {}, set()
+    arrivals, doomed, unpins = {}, {}, {}
     for i, (ask, gap, abort, hold) in enumerate(made):
         at += gap
         arrivals.setdefault(at, []).append((f"r{i}", ask))
-        if abort: doomed.setdefault((at + abort[0], abort[1]), []).append(f"r{i}")
-        if abort: aborted.add(f"r{i}")
+        if abort: doomed.setdefault((at + abort[0], abort[1]), []).append((f"r{i}", abort[2]))
         if ask.kind == "pin": unpins.setdefault(at + hold, []).append(f"r{i}")
     while arrivals or scheduler.has_unfinished:
         for request_id, ask in arrivals.pop(now, []): above.add(request_id, ask)
-        for request_id in doomed.get((now, False), []): scheduler.abort(request_id)
+        for which in doomed.pop((now, False), []):
+            group = scheduler.groups.get(which[0])
+            if which[1] and group and group.decodes and now < at + 20: doomed.setdefault((now + 1, False), []).append(which)
+            else: above.end(scheduler, which)       # a single sample where it can: while its gang comes back
         for request_id in unpins.get(now, []):
             if request_id in above.first and above.first[request_id].seq_id in scheduler.pins:
                 scheduler.unpin(above.first[request_id].seq_id)
@@ -442,8 +459,8 @@ def serve_asks(scheduler, made, bound, after_step=lambda: None):
     for pin in list(scheduler.pins): scheduler.unpin(pin)
     idle(scheduler, runner)
     for request_id, done in above.done.items():
-        want = above.asks[request_id].alone()
-        assert done == want[:len(done)] and (len(done) == len(want) or request_id in aborted), request_id
+        want = [end for end in above.asks[request_id].alone() if end[0] not in above.lost[request_id]]
+        assert done == want[:len(done)] and (len(done) == len(want) or request_id in above.aborted), request_id
     event(f"preempted: {scheduler.num_preemptions > 0}")
     event(f"copied: {runner.copied > 0}")
     event(f"a gang preempted: {any(first.group.num_preemptions and len(above.done[i]) > 1 for i, first in above.first.items())}")
@@ -767,3 +784,309 @@ def test_an_idle_scheduler_plans_nothing():
     plan = make().schedule()
     assert plan.num_tokens == 0
     assert not (plan.rows or plan.preempted or plan.released or plan.copies)
+
+
+# ---- gangs: what they share, when they run, how they return ------------------------------
+
+class Samples(Greedy):
+    "Each request forks at its first token into all that it may; sample i begins with a token of its own."
+
+    def __init__(self, scheduler): self.scheduler, self.outputs = scheduler, {}
+
+    def sample(self, read):
+        seqs = {i: self.scheduler.sequences[i] for i in read}
+        return {i: [next_token(history) + j for j in range(1 if seqs[i].output else seqs[i].width)]
+                for i, history in read.items()}
+
+    def take(self, scheduler, grown):
+        for seq in grown:
+            self.outputs.setdefault(seq.request_id, {})[seq.seq_id] = seq.output
+        super().take(scheduler, grown)
+
+
+def samples_alone(prompt, max_tokens, width):
+    firsts = [next_token(prompt) + j for j in range(width)]
+    return [[first, *solo([*prompt, first], max_tokens - 1)] for first in firsts]
+
+
+def gang(scheduler, request_id, n, max_tokens, width, start=0, salt=None):
+    seq = Sequence(scheduler.new_id(), request_id, prompt_of(start, n), max_tokens, width, salt)
+    scheduler.add(seq)
+    return seq
+
+
+def run_samples(scheduler, runner, above):
+    plans = []
+    while scheduler.has_unfinished: plans.append(step(scheduler, runner, caller=above))
+    return plans
+
+
+def test_fork_order_copies_and_places():
+    scheduler = make(12, 4, max_num_seqs=5)
+    a = gang(scheduler, "A", 6, 4, 3)
+    b = gang(scheduler, "B", 2, 4, 3, start=1)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    plan = step(scheduler, runner, caller=above)
+    assert rows(plan) == [(0, 6)] and ids(scheduler.waiting) == "B", "3 + 3 places are more than 5"
+    forks = a.group.seqs
+    assert [seq.output[0] - a.output[0] for seq in forks] == [0, 1, 2] and forks[0] is a
+    assert [scheduler.blocks.table(seq.seq_id).blocks for seq in forks] == [[0, 1]] * 3
+    plan = step(scheduler, runner, caller=above)
+    assert [len(row.tokens) for row in plan.rows] == [1, 1, 1] and len(plan.copies) == 2
+    assert [row.first_block for row in plan.rows] == [1, 0, 0]       # the others enter, with all they have
+    assert [row.blocks[-1] for row in plan.rows] == [2, 3, 1], "two copy, the last one writes in place"
+    assert scheduler.blocks.allocator.refs[0] == 3
+    scheduler.finish(forks[1].seq_id)
+    assert a.group.places == 2 and rows(step(scheduler, runner, caller=above))[-1] == (1, 2), "B comes in"
+    run_samples(scheduler, runner, above)
+    idle(scheduler, runner)
+    assert above.outputs["B"] == dict(zip(above.outputs["B"], samples_alone(b.prompt, 4, 3)))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("start, n", [(0, 8), (0, 10), (1, 3)])
+def test_a_gang_returns_and_shares_again(caching, start, n):
+    "Its common tokens are computed once, the tokens of each one alone as well, and no others."
+    scheduler = Scheduler(BlockManager(30, 4, enable_prefix_caching=caching), watermark=0)
+    a = gang(scheduler, "A", n, 20, 3, start)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    for _ in range(7): step(scheduler, runner, caller=above)
+    before, refs = runner.computed, scheduler.blocks.allocator.refs
+    assert before == n + 3 * 6 and refs.count(3) == n // 4
+    scheduler.preempt(a.group, Draft(512))
+    assert scheduler.blocks.num_used == 0 and all(seq.num_computed == 0 for seq in a.group.seqs)
+    plan = step(scheduler, runner, caller=above)
+    assert not any(row.samples for row in plan.rows)
+    if not caching: assert rows(plan) == [(0, n + 6)], "the first computes what all share"
+    while not plan.rows[0].samples: plan = step(scheduler, runner, caller=above)
+    assert len(plan.rows) == 3
+    found = (n + 6) // 4 * 4 if caching else 0              # of the first one, its own tokens too
+    assert runner.computed - before == n + 3 * 7 - found
+    assert refs.count(3) == n // 4 and scheduler.blocks.num_used == n // 4 + 3 * (-(-(n + 7) // 4) - n // 4)
+    run_samples(scheduler, runner, above)
+    idle(scheduler, runner)
+    assert list(above.outputs["A"].values()) == samples_alone(a.prompt, 20, 3)
+
+
+def test_a_gang_waits_for_each_other():
+    "With a small budget they catch up in pieces; no one samples until all can."
+    scheduler = make(40, 4, max_num_batched_tokens=5)
+    a = gang(scheduler, "A", 6, 12, 3)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    for _ in range(9): step(scheduler, runner, caller=above)
+    length = len(a.output)
+    scheduler.preempt(a.group, Draft(5))
+    plans = [step(scheduler, runner, caller=above)]
+    while not any(row.samples for row in plans[-1].rows): plans.append(step(scheduler, runner, caller=above))
+    assert rows(plans[-1]) == [(seq.seq_id, 1) for seq in a.group.seqs] and len(a.output) == length + 1
+    assert len(plans) > 4 and all(plan.num_tokens <= 5 for plan in plans)
+    run_samples(scheduler, runner, above)
+    assert list(above.outputs["A"].values()) == samples_alone(a.prompt, 12, 3)
+
+
+def test_the_first_of_a_gang_leaves_while_it_catches_up():
+    "Nobody else has a table yet; the next one begins."
+    scheduler = make(40, 2, max_num_batched_tokens=4)
+    a = gang(scheduler, "A", 8, 20, 2)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    for _ in range(6): step(scheduler, runner, caller=above)
+    scheduler.preempt(a.group, Draft(4))
+    step(scheduler, runner, caller=above)
+    _, other = a.group.seqs
+    assert other.seq_id not in scheduler.blocks.tables and a.num_computed == 4
+    scheduler.finish(a.seq_id)
+    run_samples(scheduler, runner, above)
+    idle(scheduler, runner)
+    assert other.output == samples_alone(a.prompt, 20, 2)[1]
+
+
+def test_nobody_comes_in_while_a_gang_catches_up():
+    "Else B would take all of the budget in each step, and A, which came before it, would stand still."
+    scheduler = make(60, 4, max_num_batched_tokens=8, max_num_seqs=16)
+    a = gang(scheduler, "A", 5, 20, 2)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    for _ in range(4): step(scheduler, runner, caller=above)
+    scheduler.preempt(a.group, Draft(8))
+    b = gang(scheduler, "B", 1, 12, 8, start=1)
+    while not a.group.decodes:
+        plan = step(scheduler, runner, caller=above)
+        assert {row.seq_id for row in plan.rows} <= {seq.seq_id for seq in a.group.seqs}
+    length = len(a.output)
+    step(scheduler, runner, caller=above)
+    assert len(a.output) == length + 1
+    run_samples(scheduler, runner, above)
+    assert list(above.outputs["B"].values()) == samples_alone(b.prompt, 12, 8)
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+def test_too_wide(limit):
+    scheduler = make(40, 4, **{limit: 3})
+    with pytest.raises(ValueError, match=f"'A' has 4 sequences.*{limit} is 3"): gang(scheduler, "A", 3, 4, 4)
+    with pytest.raises(ValueError, match="'A' has width=0"): gang(scheduler, "A", 3, 4, 0)
+    a, above = gang(scheduler, "B", 3, 4, 3), Samples(scheduler)
+    run_samples(scheduler, FakeRunner(scheduler), above)
+    assert list(above.outputs["B"].values()) == samples_alone(a.prompt, 4, 3)
+
+
+@pytest.mark.parametrize("size, n, max_tokens, width", [
+    (4, 8, 4, 3), (4, 8, 1, 3), (4, 7, 2, 3), (4, 7, 6, 4), (4, 1, 17, 2), (1, 5, 4, 3), (3, 6, 5, 2), (5, 4, 1, 4), (5, 14, 8, 1)])
+def test_exact_capacity(size, n, max_tokens, width):
+    "floor(P/B) + n * (ceil(S/B) - floor(P/B)) blocks: served with so many, refused with one less."
+    full, need = n // size, n // size + width * (-(-(n + max_tokens - 1) // size) - n // size)
+    with pytest.raises(ValueError, match=rf"'A'.* {width} x {n + max_tokens - 1} tokens need {need} blocks of {size}.* has {need - 1}$"):
+        gang(make(need - 1, size), "A", n, max_tokens, width)
+    scheduler = make(need, size)
+    a, above, most = gang(scheduler, "A", n, max_tokens, width), Samples(scheduler), 0
+    runner = FakeRunner(scheduler)
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        most = max(most, scheduler.blocks.num_used)
+        above.take(scheduler, scheduler.update(plan, above.sample(runner.execute(plan))))
+    assert scheduler.num_preemptions == 0 and most == (need if max_tokens > 1 else -(-n // size))
+    idle(scheduler, runner)
+    assert list(above.outputs["A"].values()) == samples_alone(a.prompt, max_tokens, width)
+
+
+def test_a_list_for_each_row():
+    "Three beams: one goes on, one is dropped, one forks; at the end all are dropped."
+    scheduler = make(12, 4, max_num_seqs=3)
+    a = gang(scheduler, "A", 6, 9, 3)
+    runner = FakeRunner(scheduler)
+    runner.execute(plan := scheduler.schedule())
+    one, two, three = scheduler.update(plan, {0: [7, 8, 9]})
+    runner.execute(plan := scheduler.schedule())
+    grown = scheduler.update(plan, {one.seq_id: [], two.seq_id: [4, 5], three.seq_id: [6]})
+    assert [seq.output for seq in grown] == [[8, 4], [8, 5], [9, 6]] == [seq.output for seq in two.group.seqs]
+    assert grown[0] is two and grown[2] is three and two.group.places == 3 and one.seq_id not in scheduler.sequences
+    scheduler.blocks.check()
+    runner.execute(plan := scheduler.schedule())
+    assert plan.released == [one.seq_id]
+    assert scheduler.update(plan, {seq.seq_id: [] for seq in grown}) == []
+    assert a.group.status is Status.FINISHED and not scheduler.has_unfinished
+    idle(scheduler, runner)
+
+
+# ---- cached and pinned prefixes ----------------------------------------------------------
+
+def pin(scheduler, runner, n, start=0, request_id="pin"):
+    seq = Sequence(scheduler.new_id(), request_id, prompt_of(start, n), 1)
+    scheduler.add(seq, pin=True)
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        runner.execute(plan)
+        scheduler.update(plan, {row.seq_id: [0] for row in plan.rows if row.samples})
+        if seq.output: scheduler.keep(seq.seq_id)
+    return seq.seq_id
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("n", [8, 10])
+def test_pinned_prefix(n, caching):
+    scheduler = Scheduler(BlockManager(12, 4, enable_prefix_caching=caching), watermark=0)
+    runner = FakeRunner(scheduler)
+    prefix = pin(scheduler, runner, n)
+    held = -(-n // 4)
+    assert scheduler.num_pinned == scheduler.blocks.num_used == held and list(scheduler.pins) == [prefix]
+    before = runner.computed
+    a, b, c = (gang(scheduler, name, k, 4, 1, salt=salt) for name, k, salt in [("A", 13, None), ("B", n, None), ("C", 12, "s")])
+    step(scheduler, runner)
+    assert [seq.group.num_cached for seq in (a, b)] == [n, n - 1]
+    while scheduler.has_unfinished: step(scheduler, runner)
+    assert c.group.num_cached == 0 and [seq.output for seq in (a, b, c)] == [solo(seq.prompt, 4) for seq in (a, b, c)]
+    assert runner.computed - before == sum(len(seq.prompt) + 3 - seq.group.num_cached for seq in (a, b, c))
+    with pytest.raises(ValueError, match=rf"'D'.* need {13 - held} blocks.*the pool has {12 - held} besides {held} pinned"):
+        gang(scheduler, "D", 49 - 4 * held, 1, 1)
+    scheduler.unpin(prefix)
+    with pytest.raises(ValueError, match=f"{prefix} is not pinned"): scheduler.unpin(prefix)
+    assert scheduler.num_pinned == 0 == scheduler.blocks.num_used
+    gang(scheduler, "D", 49 - 4 * held, 1, 1)
+
+
+def test_a_pin_is_let_go_while_it_is_shared():
+    scheduler = make(8, 4)
+    runner = FakeRunner(scheduler)
+    prefix = pin(scheduler, runner, 10)
+    a, = [gang(scheduler, "A", 14, 5, 1)]
+    step(scheduler, runner)
+    scheduler.unpin(prefix)
+    assert scheduler.blocks.num_used == 4 and a.group.num_cached == 10
+    while scheduler.has_unfinished: step(scheduler, runner)
+    idle(scheduler, runner)
+    assert a.output == solo(a.prompt, 5)
+
+
+def test_a_pin_that_leaves_no_room():
+    scheduler = make(8, 4)
+    a = gang(scheduler, "A", 9, 4, 3)       # 2 + 3 blocks
+    runner = FakeRunner(scheduler)
+    def prefix(n, **more): return Sequence(scheduler.new_id(), "pin", prompt_of(5, n), 1, **more)
+    with pytest.raises(ValueError, match="13 tokens cannot be pinned now: request 'A' may need 5 blocks, and the pool would have 4 left"):
+        scheduler.add(prefix(13), pin=True)
+    with pytest.raises(ValueError, match="'pin' can never be served.* 9 blocks"): scheduler.add(prefix(33), pin=True)
+    for more in (dict(salt="s"), dict(width=2)):
+        with pytest.raises(ValueError, match="one sequence, without a salt"): scheduler.add(prefix(4, **more), pin=True)
+    assert list(scheduler.groups) == ["A"] and scheduler.num_pinned == 0
+    p = prefix(12)
+    scheduler.add(p, pin=True)
+    assert scheduler.num_pinned == 3, "promised, before it is computed"
+    with pytest.raises(ValueError, match="no pin"): scheduler.keep(p.seq_id)
+    with pytest.raises(ValueError, match="besides 3 pinned"): gang(scheduler, "B", 21, 1, 1)
+    with pytest.raises(ValueError, match="no pin"): scheduler.keep(a.seq_id)
+    scheduler.abort("pin")
+    assert scheduler.num_pinned == 0
+    gang(scheduler, "B", 21, 1, 1)
+    run_samples(scheduler, runner, Samples(scheduler))
+    idle(scheduler, runner)
+
+
+@pytest.mark.parametrize("n", [4, 7, 8, 9])
+def test_the_whole_prompt_is_cached(n):
+    "At least its last token is computed again, and nobody sees a difference."
+    scheduler = Scheduler(BlockManager(10, 4, enable_prefix_caching=True), watermark=0)
+    runner, hits = FakeRunner(scheduler), (n - 1) // 4 * 4
+    seqs = [gang(scheduler, "A", n, 6, 1)]
+    run(scheduler, runner)
+    for name in "BC":                       # together, with the same blocks
+        seqs.append(gang(scheduler, name, n, 6, 1))
+    assert rows(step(scheduler, runner)) == [(1, n - hits), (2, n - hits)]
+    run(scheduler, runner)
+    assert [seq.group.num_cached for seq in seqs] == [0, hits, hits]
+    assert all(seq.output == solo(seq.prompt, 6) for seq in seqs)
+
+
+def test_what_is_not_computed_yet_is_not_found():
+    "Equal prompts in one step: each computes its own. A prompt in pieces: only what is there."
+    scheduler = Scheduler(BlockManager(20, 4, enable_prefix_caching=True), watermark=0)
+    seqs = [gang(scheduler, name, 12, 3, 1) for name in "AB"]
+    run(scheduler)
+    assert [seq.group.num_cached for seq in seqs] == [0, 0]
+    scheduler = Scheduler(BlockManager(20, 4, enable_prefix_caching=True), watermark=0, max_num_batched_tokens=5)
+    runner = FakeRunner(scheduler)
+    a = gang(scheduler, "A", 14, 3, 1)
+    step(scheduler, runner)
+    scheduler.abort("A")                    # 5 of 14 tokens are computed, one block is full
+    b = gang(scheduler, "B", 14, 3, 1)
+    run(scheduler, runner)
+    assert (a.group.num_cached, b.group.num_cached) == (0, 4) and b.output == solo(b.prompt, 3)
+
+
+def test_a_request_that_waits_holds_nothing():
+    "Its hits are counted in every step, and taken in none; many short requests leave all free."
+    scheduler = Scheduler(BlockManager(6, 4, enable_prefix_caching=True), watermark=0)
+    runner = FakeRunner(scheduler)
+    gang(scheduler, "warm", 8, 1, 1)
+    run(scheduler, runner)
+    a = gang(scheduler, "A", 13, 9, 1, start=1)
+    step(scheduler, runner)
+    b = gang(scheduler, "B", 16, 9, 1)      # 2 of 4 blocks are found, free ones; 2 are missing
+    while a.group.status is Status.RUNNING:
+        refs = scheduler.blocks.allocator.refs
+        used = [ref for ref in refs if ref]
+        assert b.group.status is Status.WAITING and used == [1] * len(scheduler.blocks.table(a.seq_id).blocks)
+        step(scheduler, runner)
+    run(scheduler, runner)
+    assert b.output == solo(b.prompt, 9)
+    for i in range(30):
+        gang(scheduler, f"r{i}", 4, 2, 1, start=i)
+        run(scheduler, runner)
+    assert scheduler.blocks.num_used == 0
