@@ -31,17 +31,17 @@ from .kernels import (
 from .models import Model, ModelConfig, Weights, pick_device, pick_dtype
 
 # %% auto #0
-__all__ = ['ENGINES', 'SHAPES', 'PAPER_15', 'WAYS', 'TOLERANCE', 'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED',
-           'FIGURE_18A', 'FIGURE_19A', 'read_workload', 'check_request', 'pagedlm_engine', 'transformers_engine',
-           'serve_by_manager', 'timed', 'peak_rss_mb', 'check_arguments', 'check_lengths', 'throughput', 'cut_prompts',
-           'served_in_turn', 'saving', 'first_tokens', 'prefix', 'sharing_records', 'Case', 'decode', 'attention_bytes',
-           'attention_flops', 'Rig', 'by_events', 'by_wall', 'take_times', 'spread', 'measure_copy', 'roof', 'Paged',
-           'paginate', 'make_paged', 'exact_attention', 'outcome', 'reason', 'sdpa', 'sdpa_calls', 'varlen_call',
-           'flash_attn_call', 'vllm_call', 'most', 'flashinfer_call', 'peer_calls', 'repage', 'our_call', 'other_calls',
-           'against', 'attention', 'attention_cases', 'figure_18a', 'launches', 'moved', 'largest', 'block_write',
-           'make_pool', 'loop_copy', 'block_copy', 'pack', 'loop_transfer', 'swap_ways', 'swap', 'in_turn', 'paper_19a',
-           'RandomWeights', 'model_shape', 'shape_that_fits', 'recompute', 'jobs', 'describe', 'figure_19a',
-           'kernel_records', 'attempt', 'versions', 'kernel_line']
+__all__ = ['ENGINES', 'LENGTHS', 'PAPER_15', 'WAYS', 'TOLERANCE', 'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED',
+           'FIGURE_18A', 'FIGURE_19A', 'SHAPES', 'read_workload', 'check_request', 'pagedlm_engine',
+           'transformers_engine', 'serve_by_manager', 'timed', 'peak_rss_mb', 'check_arguments', 'check_lengths',
+           'throughput', 'cut_prompts', 'served_in_turn', 'saving', 'first_tokens', 'prefix', 'sharing_records', 'Case',
+           'decode', 'attention_bytes', 'attention_flops', 'Rig', 'by_events', 'by_wall', 'take_times', 'spread',
+           'measure_copy', 'roof', 'Paged', 'paginate', 'make_paged', 'exact_attention', 'outcome', 'reason', 'sdpa',
+           'sdpa_calls', 'varlen_call', 'flash_attn_call', 'vllm_call', 'most', 'flashinfer_call', 'peer_calls',
+           'repage', 'our_call', 'other_calls', 'against', 'attention', 'attention_cases', 'figure_18a', 'launches',
+           'moved', 'largest', 'block_write', 'make_pool', 'loop_copy', 'block_copy', 'pack', 'loop_transfer',
+           'swap_ways', 'swap', 'in_turn', 'paper_19a', 'RandomWeights', 'model_shape', 'shape_that_fits', 'recompute',
+           'jobs', 'describe', 'figure_19a', 'kernel_records', 'attempt', 'versions', 'kernel_line']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
@@ -192,7 +192,7 @@ def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2",
                          "transformers": transformers.__version__}}
 
 # %% ../nbs/12_benchmarks.ipynb #saving
-SHAPES = {"alpaca": (19, 58), "sharegpt": (161, 338)}      # tokens of prompt and output (Figure 11)
+LENGTHS = {"alpaca": (19, 58), "sharegpt": (161, 338)}      # tokens of prompt and output (Figure 11)
 PAPER_15 = {("alpaca", "parallel"): {2: 6.1, 4: 8.5, 6: 9.8}, ("alpaca", "beam"): {2: 37.6, 4: 53.1, 6: 55.2},
             ("sharegpt", "parallel"): {2: 16.2, 6: 30.5}, ("sharegpt", "beam"): {2: 44.3, 6: 66.3}}
 
@@ -218,7 +218,7 @@ def saving(model: Model, workload: str | Path, shape: str, kind: str, width: int
            num_requests: int = 8) -> dict:
     "The memory that `width` samples (kind parallel) or beams save: one record."
     from pagedlm.engine import Engine, SamplingParams
-    prompt, output = SHAPES[shape]
+    prompt, output = LENGTHS[shape]
     how = dict(use_beam_search=True) if kind == "beam" else dict(seed=0)
     params = SamplingParams(n=width, max_tokens=output, ignore_eos=True, **how)
     engine = Engine(model, tokenizer=None, num_blocks=(num_requests * width * (prompt + output)) // 16 + 16,
@@ -262,7 +262,7 @@ def prefix(model: Model, workload: str | Path, way: str, num_requests: int = 64,
 WAYS = "off", "automatic", "pinned"
 
 def sharing_records(workload: str | Path, model: str = "smollm2", dtype: str = "auto",
-                    shapes: list[str] = list(SHAPES), num_requests: int = 8) -> Iterator[dict]:
+                    shapes: list[str] = list(LENGTHS), num_requests: int = 8) -> Iterator[dict]:
     "A record for each saving (shape, kind, width), then one for each way to share a prefix."
     from pagedlm.models import load_model
     loaded = load_model(model, dtype=dtype, progress=True)
