@@ -850,3 +850,204 @@ def test_a_pin_takes_nobodys_name(model, alone):
     while engine.has_unfinished(): done |= {o.request_id: o for o in engine.step()}
     assert done["pin-1"].outputs[0].finish_reason == "length"
     check(engine)
+
+
+# All in one batch
+
+MIX = {"greedy": (prompt(40), greedy(20)), "twice": (prompt(33, 1), greedy(20, n=2)), "one": (prompt(20, 2), samples(1)),
+       "four": (prompt(32), samples(4)), "best": (prompt(47, 3), samples(2, best_of=3)), "two": (prompt(33), beams(2, max_tokens=16)),
+       "three": (prompt(40), beams(3, 1, max_tokens=16, ignore_eos=False)), "hot": (prompt(3, 4), samples(3, temperature=1.7, top_k=20)),
+       "ends": (prompt(17, 5), beams(2, stop_token_ids=EVERY_EIGHTH, early_stopping=True, length_penalty=0.5)),
+       "stops": (prompt(64, 6), samples(3, stop_token_ids=EVERY_EIGHTH))}
+
+
+@pytest.mark.parametrize("kw", [
+    {"num_blocks": 128}, {"num_blocks": 128, "max_num_batched_tokens": 20, "enable_prefix_caching": False}, {"num_blocks": 20},
+    {"num_blocks": 20, "max_num_batched_tokens": 16, "enable_prefix_caching": False}, {"num_blocks": 40, "block_size": 4, "max_num_seqs": 9},
+    {"num_blocks": 150, "block_size": 1, "max_num_batched_tokens": 20}], ids=str)
+def test_every_kind_in_one_batch_equals_its_solo_run(model, alone, kw):
+    engine = make(model, **kw)
+    done = serve(engine, MIX)
+    for k, request in MIX.items(): same(done[k], alone(*request))
+    assert engine.stats().preemptions_recompute == 0 if kw["num_blocks"] == 128 else engine.stats().preemptions_recompute >= 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_that_comes_and_goes(model, alone, contents, seed):
+    "Requests that arrive at any time, with pins and aborts between them, in pools of any shape."
+    r = Random(seed)
+    size = r.choice([1, 3, 8, 16])
+    engine = make(model, num_blocks=-(-r.randint(280, 400) // size), block_size=size, max_num_batched_tokens=r.choice([6, 20, 512]),
+                  max_num_seqs=r.choice([6, 20]), enable_prefix_caching=r.random() < 0.7)
+    todo, want, aborted, pins, done = r.choices([*MIX.items()], k=20), {}, set(), [], {}
+    while todo or engine.has_unfinished():
+        if todo and r.random() < 0.4:
+            name, request = todo.pop()
+            want[name := f"{name} {len(todo)}"] = request
+            engine.add_request(name, *request)
+        if r.random() < 0.03 and engine.requests:
+            aborted.add(name := r.choice([*engine.requests]))
+            engine.abort(name)
+        if r.random() < 0.1:
+            try: pins.append(engine.pin_prefix(prompt(r.choice([10, 30, 33]))))
+            except ValueError: pass
+        elif pins and r.random() < 0.2: engine.unpin_prefix(pins.pop(0))
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+        check(engine)
+        if r.random() < 0.1: check_contents(engine, contents)
+    done |= {o.request_id: o for o in engine.step()}     # what ended while the last prefix was pinned
+    assert done.keys() == want.keys() and len(want) - len(aborted) > 10
+    for name, out in done.items():
+        if name not in aborted: same(out, alone(*want[name]))
+    for pin in pins: engine.unpin_prefix(pin)
+    assert engine.stats().used_blocks == 0
+
+
+# Failures
+
+class Broken:
+    "A model that fails, or spoils logits, at one call."
+    def __init__(self, engine, at, spoil):
+        self.model, self.calls, self.at, self.spoil = engine.runner.model, 0, at, spoil
+        self.config, self.dtype, self.device = self.model.config, self.model.dtype, self.model.device
+        engine.runner.model = self
+
+    def __call__(self, *args):
+        self.calls += 1
+        logits = self.model(*args)
+        return self.spoil(logits) if self.calls == self.at else logits
+
+
+@pytest.mark.parametrize("params", [beams(3), samples(4), samples(2, best_of=4), greedy(n=2)], ids=["beams", "samples", "best_of", "greedy"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_one_bad_row_ends_that_request_alone(model, alone, params, at, bad):
+    others = {"x": (prompt(20, 2), samples(3)), "y": (prompt(33), beams(2)), "z": (prompt(40, 1), greedy())}
+    engine, last = make(model), {}
+    width = 1 if at == 1 or params.greedy else params.width
+    def spoil(logits):
+        row = {1: 0, 2: 0, 5: width - 1}[at]      # the first request's first row, or its last
+        logits[row, 5] = bad
+        return logits
+    Broken(engine, at, spoil)
+    done = serve(engine, {"0": (prompt(33), params), **others})
+    assert "largest logit is" in done["0"].error and {c.finish_reason for c in done["0"].outputs} == {"error"}
+    for k, request in others.items(): same(done[k], alone(*request))
+    assert serve(engine, {"0": (prompt(33), params)})["0"].error is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_step_that_fails_ends_who_was_in_it(model, alone, at, error):
+    def fail(logits): raise error
+    engine = make(model, max_num_seqs=9)
+    pin = engine.pin_prefix(prompt(20))
+    Broken(engine, at, fail)
+    requests = {"b": (prompt(33), beams(3)), "s": (prompt(47), samples(4)), "g": (prompt(40), greedy(n=2)), "w": (prompt(33), samples(4))}
+    add(engine, requests)
+    done = {}
+    while engine.has_unfinished():
+        try: done |= {o.request_id: o for o in engine.step() if o.finished}
+        except KeyboardInterrupt: assert isinstance(error, KeyboardInterrupt)
+        check(engine)
+    for k in "bsg": assert done[k].error and {c.finish_reason for c in done[k].outputs} == {"error"}
+    same(done["w"], alone(*requests["w"]))
+    assert done["w"].num_cached_tokens >= 20 and engine.stats().used_blocks == 2      # the pin has survived
+    engine.unpin_prefix(pin)
+    assert engine.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_a_pin_that_fails_holds_nothing(model, alone, error):
+    def fail(logits): raise error
+    engine = make(model, max_num_batched_tokens=16)
+    Broken(engine, 2, fail)
+    with pytest.raises(type(error)): engine.pin_prefix(prompt(40))
+    check(engine)
+    assert engine.stats().used_blocks == 0 and not engine.has_unfinished() and not engine.scheduler.pins
+    same(serve(engine, {"0": (prompt(40), samples())})["0"], alone(prompt(40), samples()))
+
+
+@pytest.mark.parametrize("params", [greedy(30), samples(4), beams(3)], ids=["greedy", "samples", "beams"])
+def test_a_name_in_use(model, alone, params):
+    "BA-6: refused while it lives; an abort hits the one that it was meant for."
+    engine = make(model)
+    engine.add_request("0", prompt(33), params)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="'0' is in use"): engine.add_request("0", prompt(20), samples())
+        engine.step()
+        check(engine)
+    engine.abort("0")
+    with pytest.raises(ValueError, match="'0' is in use"): engine.add_request("0", prompt(20), samples())
+    assert engine.step()[0].outputs[0].finish_reason == "abort"
+    same(serve(engine, {"0": (prompt(20), samples())})["0"], alone(prompt(20), samples()))
+
+
+@pytest.mark.parametrize("params", [samples(5), beams(5)], ids=["samples", "beams"])
+def test_what_is_too_wide_is_refused_at_once(model, alone, params):
+    for kw, said in [({"max_num_seqs": 4}, "max_num_seqs is 4"), ({"max_num_batched_tokens": 4}, "max_num_batched_tokens is 4"),
+                     ({"num_blocks": 4}, "max_num_seqs is 4|never be served")]:
+        engine = make(model, **kw)
+        with pytest.raises(ValueError, match=said): engine.add_request("0", prompt(20), params)
+        assert not engine.has_unfinished()
+        same(serve(engine, {"0": (prompt(20), greedy(8))})["0"], alone(prompt(20), greedy(8)))
+
+
+@pytest.mark.parametrize("params, length", [(samples(4, max_tokens=20), 33), (samples(4, max_tokens=17), 32), (beams(4), 47), (greedy(20, n=4), 33)])
+def test_exactly_the_pool_is_served(model, alone, params, length):
+    "floor(P / B) + n * (ceil(S / B) - floor(P / B)) blocks suffice; one less is refused."
+    width, last = 1 if params.greedy else params.width, -(-(length + params.max_tokens - 1) // 16)
+    need = length // 16 + width * (last - length // 16)
+    same(serve(make(model, num_blocks=need), {"0": (prompt(length), params)})["0"], alone(prompt(length), params))
+    with pytest.raises(ValueError, match="never be served|max_model_len"):
+        make(model, num_blocks=need - 1).add_request("0", prompt(length), params)
+
+
+# Recordings
+
+@pytest.mark.parametrize("kw", [{"num_blocks": 20}, {"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 20},
+                                {"num_blocks": 128, "enable_prefix_caching": False}], ids=str)
+def test_a_replay_has_the_tables_of_the_run(model, kw):
+    engine = make(model, **kw)
+    engine.pin_prefix(prompt(20))
+    plan_of, seen = engine.scheduler.schedule, []
+    def schedule():
+        plan = plan_of()
+        tables, known = engine.blocks.tables, engine.scheduler.known
+        seen.append({s: t.blocks[:] for s, t in tables.items() if s in known})
+        return plan
+    engine.scheduler.schedule = schedule
+    with engine.record() as recording:
+        add(engine, MIX)
+        for _ in range(12): engine.step()
+        engine.abort("four")
+        drain(engine, -(-20 // engine.blocks.block_size))
+    serve(engine, {"later": MIX["one"]}, -(-20 // engine.blocks.block_size))
+    frames = recording.frames()
+    assert len(frames) == len(recording.plans) == len(seen) - 20
+    for frame, tables in zip(frames, seen):
+        assert {s: [b for b, _ in entries] for s, entries in frame.tables.items()} == tables
+    assert {*recording.owners.values()} == {*MIX}
+    if kw["num_blocks"] < 128: assert any(f.preempted for f in frames)
+
+
+def test_a_recording_begins_with_nothing_running(model):
+    engine = make(model)
+    engine.add_request("0", prompt(20), samples())
+    with pytest.raises(RuntimeError, match="no request is running"):
+        with engine.record(): pass
+    drain(engine)
+
+
+# LLM
+
+def test_an_llm_has_it_all(model, alone):
+    with LLM(model, num_blocks=64) as llm:
+        pin = llm.pin_prefix(prompt(33))
+        with llm.record() as recording:
+            outs = llm.generate([tokens for tokens, _ in MIX.values()], [p for _, p in MIX.values()])
+        for out, request in zip(outs, MIX.values()): same(out, alone(*request))
+        assert len(recording.frames()) == len(recording.plans) >= 16 and llm.stats().used_blocks == 3
+        llm.unpin_prefix(pin)
+        with pytest.raises(ValueError): llm.unpin_prefix(pin)
+        assert llm.stats().used_blocks == 0
