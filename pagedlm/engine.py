@@ -5,7 +5,6 @@
 # %% ../nbs/09_engine.ipynb #imports
 from __future__ import annotations
 import os
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -349,7 +348,7 @@ class Request:
     params: SamplingParams
     choices: list[Choice]             # none for a beam search or a pin
     beams: BeamSearch | None = None
-    texts: Callable[[list[int]], str] | None = None     # ids to text, for beams
+    tokenizer: object = None          # for beams, whose texts are made at their end
     ended: bool = False
     finish_reason: str | None = None  # why it ended before its time, if it did
     error: str | None = None
@@ -385,8 +384,10 @@ def beam_output(index: int, h: Hypothesis, r: Request) -> CompletionOutput:
     "A hypothesis as an answer: the token that ended it is counted, and not in the text."
     stopped = h.finish_reason == "stop"
     mine = h.token_ids[-1] if stopped and h.token_ids[-1] in r.params.stop_token_ids else None
-    text = r.texts(h.token_ids[:-1] if stopped and mine is None else h.token_ids)
-    return CompletionOutput(index, text, list(h.token_ids), h.cumulative_logprob, h.logprobs,
+    ids, skip = h.token_ids[:-1] if stopped and mine is None else h.token_ids, r.params.skip_special_tokens
+    text = r.tokenizer.decode(ids, skip_special_tokens=skip) if r.tokenizer and ids else ""
+    logprobs = None if h.logprobs is None else [with_text(entry, r.tokenizer) for entry in h.logprobs]
+    return CompletionOutput(index, text, list(h.token_ids), h.cumulative_logprob, logprobs,
                             h.finish_reason or r.finish_reason, mine)
 
 # %% ../nbs/09_engine.ipynb #stats
@@ -482,8 +483,7 @@ def new_request(engine: Requests, prompt: str | None, seq: Sequence, params: Sam
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         beams = BeamSearch(params.width, params.n, params.length_penalty, params.early_stopping, ends,
                            seq.max_tokens, params.logprobs)
-        decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip) if tokenizer and ids else ""
-        return Request(prompt, seq, params, [], beams, decode)
+        return Request(prompt, seq, params, [], beams, tokenizer)
     width = 1 if params.use_beam_search else seq.width
     streams = [make_stream(params, engine.seed, engine.num_requests, i) for i in range(width)]
     choices = [Choice(seq, params, eos_ids, stream, tokenizer and Detokenizer(tokenizer, skip)) for stream in streams]
