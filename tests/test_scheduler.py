@@ -884,6 +884,23 @@ def test_a_gang_waits_for_each_other():
     assert list(above.outputs["A"].values()) == samples_alone(a.prompt, 12, 3)
 
 
+def test_a_gang_returns_when_there_is_room_for_all_of_it():
+    scheduler = make(10, 4)
+    b = gang(scheduler, "B", 4, 21, 1, start=1)
+    a = gang(scheduler, "A", 4, 13, 3)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    while a.group.status is not Status.PREEMPTED: step(scheduler, runner, caller=above)
+    need = 1 + 3 * (-(-a.num_tokens // 4) - 1)
+    waited = 0
+    while a.group.status is Status.PREEMPTED:
+        waited += b.group.status is Status.RUNNING
+        free = scheduler.blocks.num_free
+        step(scheduler, runner, caller=above)
+    assert free >= need == 10 and waited == 11 and a.group.num_preemptions == 1
+    run_samples(scheduler, runner, above)
+    assert list(above.outputs["A"].values()) == samples_alone(a.prompt, 13, 3)
+
+
 def test_the_first_of_a_gang_leaves_while_it_catches_up():
     "Nobody else has a table yet; the next one begins."
     scheduler = make(40, 2, max_num_batched_tokens=4)
