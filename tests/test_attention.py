@@ -236,7 +236,7 @@ def test_a_batch_serves_layers_of_different_windows():
     for lens in (lengths(4), [(1, c) for c in (1, 3, 30, 31)]):
         for dtype in (torch.float32, torch.bfloat16):
             case = Case(lens, 4, dtype=dtype)
-            for window in (None, 7, None, 2, 7): case.check(window=window)
+            for window in (7, None, 2, 7): case.check(window=window)
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_keys_that_left_the_window_are_not_read(dtype):

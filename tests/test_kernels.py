@@ -139,6 +139,12 @@ def test_grid_of_decodes(dtype, block_size):
 def test_other_block_sizes(block_size, dtype):
     KernelCase([(1, 257), (3, 70), (1, 64), (9, 9)], block_size, 3, 1, 20, dtype, 3).check()
 
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_windows_and_splits_over_large_blocks(block_size):
+    "One table entry serves a tile of keys, wherever the window begins"
+    case = KernelCase([(1, 330), (40, 200)], block_size, 2, 1, 16)
+    for window in (50, 130): case.check(window=window, splits=2)
+
 index_types = st.sampled_from([torch.int32, torch.int64])
 
 @st.composite
@@ -281,6 +287,14 @@ def test_the_checks_see():
     with pytest.raises(AssertionError): case.check(want.where(torch.arange(5, device=DEVICE)[:, None, None] > 0, torch.nan))
     with pytest.raises(AssertionError): case.check(want * 1.04)
 
+@pytest.mark.parametrize("group", [3, 7])
+def test_programs_in_any_order(group, monkeypatch):
+    "A GPU runs them as it likes: no program writes a row of another's, not even one that is overwritten later"
+    case, made = KernelCase([(25, 25), (13, 30)], 8, group, 1, 20), K.query_tiles
+    case.check()
+    monkeypatch.setattr(K, "query_tiles", lambda *a: made(*a).flip(0))
+    case.check()
+
 def test_tiles_of_queries_are_made_once():
     case = KernelCase([(5, 9), (0, 3), (1, 4)], 8)
     tiles = K.query_tiles(case.batch, 2)
@@ -343,15 +357,15 @@ def same(got, want): assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 def poisoned(*shape, dtype=torch.float32): return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 def check_write(k, v, block_size=8, slots=None, dtype=torch.float32, cast=False):
-    "Exactly the slots named hold the new tokens; all else is still NaN"
+    "Exactly the slots named hold the new tokens; all else is still NaN, a block before and behind the caches too"
     tokens, heads, dim = k.shape
     slots = torch.randperm(7 * block_size)[:tokens] if slots is None else slots
-    caches = poisoned(2, 7, block_size, heads, dim, dtype=dtype)
-    want = caches.clone()
-    for cache, new in zip(want, (k, v)): cache.view(-1, heads, dim)[slots[slots >= 0]] = new[(slots >= 0).to(DEVICE)].to(dtype)
-    K.write_blocks(*caches, slots.to(DEVICE), k, v)
-    if cast and K.INTERPRETED: return assert_close(caches, want, rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)   # it may truncate
-    same(caches, want)
+    pools = poisoned(2, 9, block_size, heads, dim, dtype=dtype)
+    want = pools.clone()
+    for pool, new in zip(want, (k, v)): pool[1:-1].view(-1, heads, dim)[slots] = new.to(dtype)
+    K.write_blocks(*pools[:, 1:-1], slots.to(DEVICE), k, v)
+    if cast and K.INTERPRETED: return assert_close(pools, want, rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)   # it may truncate
+    same(pools, want)
 
 @pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32, 256])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -374,12 +388,12 @@ def test_write_from_any_strides(backend):
 def test_write_skips_slot_minus_one():
     slots = torch.tensor([3, -1, 55, -1, 0])
     for block_size in (8, 64):
-        caches = poisoned(2, 7, block_size, 3, 80)
+        pools = poisoned(2, 9, block_size, 3, 80)
         k, v = torch.randn(2, 5, 3, 80, device=DEVICE)
-        want = caches.clone()
-        for cache, new in zip(want, (k, v)): cache.view(-1, 3, 80)[[3, 55, 0]] = new[[0, 2, 4]]
-        K.triton_write(*caches, slots.to(DEVICE), k, v)
-        same(caches, want)
+        want = pools.clone()
+        for pool, new in zip(want, (k, v)): pool[1:-1].view(-1, 3, 80)[[3, 55, 0]] = new[[0, 2, 4]]
+        K.triton_write(*pools[:, 1:-1], slots.to(DEVICE), k, v)
+        same(pools, want)
 
 @pytest.mark.parametrize("to", FLOATS, ids=str)
 @pytest.mark.parametrize("of", FLOATS, ids=str)
