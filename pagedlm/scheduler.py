@@ -262,9 +262,9 @@ class Endings(Queues):
 class Pins(Endings):
     "Prefixes that stay in the pool because somebody said so (paper, section 4.4)."
     def check_pin(self, seq: Sequence):
-        "ValueError if it is not one for all, or an accepted request would not fit beside it."
+        "ValueError if it cannot be for all, or a request would never fit beside it."
         if seq.salt is not None or seq.width > 1:
-            raise ValueError("a pinned prefix is one sequence, without a salt: all may share it")
+            raise ValueError("a pinned prefix is one sequence without a salt, for all")
         room = self.blocks.num_blocks - self.num_pinned
         room -= blocks_at_most(seq, self.blocks.block_size)
         for group in self.groups.values():
@@ -275,7 +275,7 @@ class Pins(Endings):
                                  f"would have {room} left")
 
     def keep(self, seq_id: int):
-        "This sequence ends, but its table stays: the prompt is pinned. It must be computed."
+        "This sequence ends, but its table stays: the prompt, now computed, is pinned."
         seq = self.sequences.get(seq_id)
         if seq is None or not seq.group.pin or seq.num_computed < len(seq.prompt):
             raise ValueError(f"sequence {seq_id!r} is no pin that is computed")
@@ -352,7 +352,7 @@ class Preemption(Gangs):
     "A group that runs goes on, and another gives way if it must."
     def go_on(self, group: Group, draft: Draft):
         "Rows for a group that runs; while there is no block for one, somebody gives way."
-        if group.status is not Status.RUNNING: return           # it gave way before its turn
+        if group.status is not Status.RUNNING: return       # it gave way before its turn
         if group.seqs[0].seq_id not in self.blocks.tables: self.begin(group)
         for seq, n in self.shares(group, draft.budget):
             while (growth := self.grow(seq, n)) is None: self.preempt(self.victim(), draft)
@@ -386,7 +386,7 @@ class Preemption(Gangs):
 class Moves(Preemption):
     "What can happen to a group in a step: it goes on, it gives way, or it comes in."
     def can_admit(self, draft: Draft) -> bool:
-        "Has the last one come in, and are there budget, places and room for the next in line?"
+        "Has the last one come in, and are there budget, places and room?"
         line = self.preempted or self.waiting
         if not (line and draft.budget): return False
         if not all(g.decodes or draft.samples(g) for g in self.running): return False
