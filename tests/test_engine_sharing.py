@@ -316,10 +316,11 @@ def test_log_probabilities_are_raw_where_ids_have_no_text(model, hf, params):
 
 @pytest.mark.parametrize("tight", [False, True])
 def test_best_of_gives_the_best_by_mean_logprob(model, alone, tight):
-    stop = dict(stop_token_ids=EVERY_EIGHTH[::4])       # different lengths
+    stop = dict(seed=8, stop_token_ids=EVERY_EIGHTH[::4])       # different lengths
     every = alone(prompt(33), samples(6, **stop))
     assert len({len(i) for i in ids(every)}) > 2
     best = sorted(every.outputs, key=lambda c: -c.cumulative_logprob / len(c.token_ids))[:2]
+    assert best != sorted(every.outputs, key=lambda c: -c.cumulative_logprob)[:2]
     engine = make(model, num_blocks=14 if tight else 128)
     add(engine, {"1": (prompt(40, 2), samples(3, max_tokens=40)), "2": (prompt(60, 3), greedy(40)), "0": (prompt(33), samples(2, best_of=6, **stop, logprobs=None))})
     told = []
@@ -526,16 +527,18 @@ def check_contents(engine, contents):
     return len(engine.blocks.cache.of_block)
 
 
-def test_a_block_that_was_recycled_is_not_found(model, alone, contents):
+@pytest.mark.parametrize("length, max_tokens", [(33, 8), (40, 1), (48, 1), (49, 9)])
+def test_a_block_that_was_recycled_is_not_found(model, alone, contents, length, max_tokens):
     "PC-1: a pool of 4 blocks."
     engine = make(model, num_blocks=4)
     for _ in range(2):
         for k in range(4):
-            out = serve(engine, {"0": (prompt(33, k), greedy(8))})["0"]
-            same(out, alone(prompt(33, k), greedy(8)))
+            out = serve(engine, {"0": (prompt(length, k), greedy(max_tokens))})["0"]
+            same(out, alone(prompt(length, k), greedy(max_tokens)))
             assert out.num_cached_tokens == 0
             assert 0 < check_contents(engine, contents) <= 4
-    assert serve(engine, {"0": (prompt(33, 3), greedy(8))})["0"].num_cached_tokens == 32
+    out = serve(engine, {"0": (prompt(length, 3), greedy(max_tokens))})["0"]
+    assert out.num_cached_tokens == (length - 1) // 16 * 16
 
 
 def test_many_requests_one_after_the_other(model, alone):
