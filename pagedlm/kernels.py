@@ -480,6 +480,10 @@ def copy_chains(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     chains, done = [], set()
     for end in [*ends, *source]:                       # what the ends leave over are cycles
         if end in done: continue
+        walked = set()
+        while source[end] in source and end not in walked:      # from a tail onto its cycle
+            walked.add(end)
+            end = source[end]
         order = [end]
         for dst in order:                              # it grows while we walk it
             done.add(dst)
