@@ -25,8 +25,8 @@ __all__ = ['Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGr
            'resolve_max_model_len', 'available_memory', 'pool_size', 'check_text', 'Prompts', 'check_messages',
            'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Choice', 'Request', 'beam_output', 'EngineStats',
            'Books', 'Requests', 'new_request', 'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Prefixes',
-           'find_tokenizer', 'load', 'Engine', 'run_plan', 'take_token', 'next_tokens', 'note_logprobs', 'with_text',
-           'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
+           'find_tokenizer', 'load', 'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token', 'next_tokens',
+           'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -376,8 +376,8 @@ class Request:
         return [made[min(i, len(made) - 1)].output(i) for i in range(n)]
 
     def beam_outputs(self) -> list[CompletionOutput]:
-        live = sorted(self.beams.live, key=lambda h: -h.score)[:self.params.n]       # if it was cut short
-        return [beam_output(i, h, self) for i, h in enumerate(self.beams.best() or live)]
+        live = sorted(self.beams.live, key=lambda h: -h.score)                      # if it was cut short
+        return [beam_output(i, h, self) for i, h in enumerate((self.beams.best() + live)[:self.params.n])]
 
 # %% ../nbs/09_engine.ipynb #beam-output
 def beam_output(index: int, h: Hypothesis, r: Request) -> CompletionOutput:
@@ -410,7 +410,7 @@ class EngineStats:
     cow_copies: int
     prefix_hit_tokens: int        # of prompts, found in the pool when their requests began
     prompt_tokens: int            # of requests that began
-    generation_tokens: int
+    generation_tokens: int        # that sequences got; of a beam search those of its answers
     steps: int
 
 # %% ../nbs/09_engine.ipynb #books
@@ -418,14 +418,14 @@ class Books:
     "Counts kept from step to step."
     def __init__(self, blocks: BlockManager):
         self.blocks = blocks
-        self.steps = self.prompt_tokens = self.hit_tokens = self.generation_tokens = 0
+        self.steps = self.prompt_tokens = self.hit_tokens = self.generation_tokens = self.copies = 0
         self.peak_used = self.filled_slots = self.used_slots = 0
         self.sharing, self.begun = 0.0, set()        # the sum of a ratio over the steps; live groups
 
     def count(self, plan: Plan, seqs: dict[int, Sequence]):
         "A plan was made: what the pool holds now, and which requests begin with it."
         used, self.steps = self.blocks.num_used, self.steps + 1
-        self.peak_used = max(self.peak_used, used)
+        self.peak_used, self.copies = max(self.peak_used, used), self.copies + len(plan.copies)
         self.used_slots += used * self.blocks.block_size
         self.filled_slots += self.blocks.num_filled_slots
         self.sharing += self.blocks.num_logical_blocks / used if used else 1.0
@@ -440,7 +440,7 @@ class Books:
         use = self.filled_slots / self.used_slots if self.used_slots else 1.0
         saved = 1 - self.steps / self.sharing if self.sharing else 0.0
         return EngineStats(b.num_blocks, b.num_free, b.num_used, b.num_cached, self.peak_used, use, saved,
-                           len(s.running), len(s.waiting), len(s.preempted), s.num_preemptions, b.num_cow_copies,
+                           len(s.running), len(s.waiting), len(s.preempted), s.num_preemptions, self.copies,
                            self.hit_tokens, self.prompt_tokens, self.generation_tokens, self.steps)
 
 # %% ../nbs/09_engine.ipynb #requests
@@ -482,7 +482,7 @@ def new_request(engine: Requests, prompt: str | None, seq: Sequence, params: Sam
     if params.use_beam_search and seq.max_tokens:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         beams = BeamSearch(params.width, params.n, params.length_penalty, params.early_stopping, ends,
-                           seq.max_tokens, params.logprobs)
+                           seq.max_tokens, params.logprobs, tokenizer and len(tokenizer))
         return Request(prompt, seq, params, [], beams, tokenizer)
     width = 1 if params.use_beam_search else seq.width
     streams = [make_stream(params, engine.seed, engine.num_requests, i) for i in range(width)]
@@ -518,7 +518,7 @@ class Lifecycle(Requests):
 
     def has_unfinished(self) -> bool:
         "Whether another `step` has something to do or to report."
-        return bool(self.requests)
+        return bool(self.requests or self.held)
 
     def report(self, grown: list[Request]) -> list[RequestOutput]:
         "Outputs of the requests that ended or grew, each once; those that ended are forgotten."
@@ -541,6 +541,8 @@ class Closing(Lifecycle):
         "Give the memory of model and pool back; live requests are lost. Twice is fine."
         self.runner = self.tokenizer = None
         self.drop(list(self.requests))
+        for pin in list(self.scheduler.pins): self.scheduler.unpin(pin)
+        self.held = []
 
 # %% ../nbs/09_engine.ipynb #prefixes
 @dataclass(frozen=True)
@@ -573,9 +575,9 @@ class Prefixes(Closing):
         """Compute the keys and values of a prefix once and keep its blocks: requests that begin with
         these tokens (and have no salt) share them. ValueError if it is invalid or leaves too little room."""
         self.check_open()
-        ids, request_id = self.prompts.encode(prefix), f"pin-{self.num_requests}"
-        resolve_max_tokens(1, len(ids), self.max_model_len)
-        seq = Sequence(self.scheduler.new_id(), request_id, ids, 1)
+        ids, number = self.prompts.encode(prefix), self.num_requests
+        while (request_id := f"pin-{number}") in self.requests: number += 1
+        seq = Sequence(self.scheduler.new_id(), request_id, ids, resolve_max_tokens(1, len(ids), self.max_model_len))
         self.scheduler.add(seq, pin=True)
         r = self.requests[request_id] = Request(None, seq, SamplingParams(max_tokens=1), [])
         self.num_requests += 1
@@ -596,7 +598,7 @@ class Prefixes(Closing):
     def unpin_prefix(self, prefix: PinnedPrefix):
         "Let go of a pinned prefix. ValueError if it is not pinned (any more)."
         self.check_open()
-        if not isinstance(prefix, PinnedPrefix): raise ValueError(f"unpin_prefix takes what pin_prefix gave, not {prefix!r}")
+        if not isinstance(prefix, PinnedPrefix): raise ValueError(f"no PinnedPrefix: {prefix!r}")
         self.scheduler.unpin(prefix.pin_id)
 
     @contextmanager
@@ -623,8 +625,24 @@ def load(model: str | Path | Model, tokenizer, dtype, device, progress: bool) ->
         raise ValueError(f"dtype={dtype!r} and device={device!r} come too late: the model is loaded")
     return model, tokenizer
 
+# %% ../nbs/09_engine.ipynb #stepping
+class Stepping(Prefixes):
+    "The four moves."
+    def next_plan(self) -> Plan:
+        plan = self.scheduler.schedule()
+        self.books.count(plan, self.scheduler.sequences)
+        if self.recording: self.recording.add(plan, self.scheduler.sequences)
+        return plan
+
+    def step(self) -> list[RequestOutput]:
+        "Schedule, execute, sample, update: the requests that grew or ended, each with all it has."
+        self.check_open()
+        grown = run_plan(self, self.next_plan()) if self.scheduler.has_unfinished else []
+        held, self.held = self.held, []      # not before: a step may fail
+        return held + self.report(grown)
+
 # %% ../nbs/09_engine.ipynb #engine
-class Engine(Prefixes):
+class Engine(Stepping):
     """Serves requests step by step (paper, sections 4.3 and 4.5).
 
     `model` is a registry name, a Hugging Face id, a local folder, a .gguf file or a loaded
@@ -649,19 +667,9 @@ class Engine(Prefixes):
         num_blocks = pool_size(num_blocks, KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)
         max_model_len = resolve_max_model_len(max_model_len, c.max_model_len, num_blocks * block_size)
         kv = KVCache(c.num_layers, num_blocks, *shape, model.dtype, model.device)
-        super().__init__(model, tokenizer, BlockManager(num_blocks, block_size, None, enable_prefix_caching), kv,
-                         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-                         max_model_len=max_model_len, seed=seed)
-
-    def step(self) -> list[RequestOutput]:
-        "Schedule, execute, sample, update: the requests that grew or ended, each with all it has."
-        self.check_open()
-        held, self.held = self.held, []
-        if not self.scheduler.has_unfinished: return held + self.report([])
-        plan = self.scheduler.schedule()
-        self.books.count(plan, self.scheduler.sequences)
-        if self.recording: self.recording.add(plan, self.scheduler.sequences)
-        return held + self.report(run_plan(self, plan))
+        blocks = BlockManager(num_blocks, block_size, None, enable_prefix_caching)
+        super().__init__(model, tokenizer, blocks, kv, max_num_seqs=max_num_seqs, seed=seed,
+                         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
 
 # %% ../nbs/09_engine.ipynb #run-plan
 def run_plan(engine: Engine, plan: Plan) -> list[Request]:
@@ -678,13 +686,17 @@ def run_plan(engine: Engine, plan: Plan) -> list[Request]:
     for r, message in errors.items(): engine.end(r, "error", message)
     choices = [c for i, r in rows if i in tokens and not r.ended for c in r.of(i)]
     grown = engine.scheduler.update(plan, {i: t for i, t in tokens.items() if not owner[i].ended})
-    engine.books.generation_tokens += len(grown)
     for i, r in rows:
         if r.is_pin and not r.ended: engine.keep(r)
-        if r.beams and r.beams.done and not r.ended: engine.end(r, None)
+        if r.beams and r.beams.done and not r.ended: end_search(engine, r)
     samples = [seq for seq in grown if not engine.requests[seq.request_id].beams]
+    engine.books.generation_tokens += len(samples)
     for c, seq in zip(choices, samples, strict=True): take_token(engine, c, seq)
     return list(dict.fromkeys(owner[i] for i, _ in rows))
+
+def end_search(engine: Engine, r: Request):
+    engine.books.generation_tokens += sum(len(h.token_ids) for h in r.beams.best())
+    engine.end(r, None)
 
 def take_token(engine: Engine, c: Choice, seq: Sequence):
     "A choice got a token, maybe on a fork; it may be its last. A failure ends this request alone."
@@ -706,7 +718,7 @@ def next_tokens(logits: Tensor, rows: list[tuple[int, Request]], tokenizer) -> t
         allowed[:, len(tokenizer):] = -torch.inf
     for r in dict.fromkeys(r for _, r in rows if r.beams):
         mine = [i for i, (_, other) in enumerate(rows) if other is r]
-        try: lists = r.beams.step(allowed[mine])
+        try: lists = r.beams.step(logits[mine])
         except ValueError as e: errors[r] = str(e)
         else: tokens |= {rows[i][0]: found for i, found in zip(mine, lists)}
     lines = [(i, seq_id, r, c) for i, (seq_id, r) in enumerate(rows) for c in r.of(seq_id)]

@@ -326,9 +326,10 @@ class Candidate(NamedTuple):
     token: int
     total: float       # the sum of log-probabilities with this token
 
-def _candidates(logits: Tensor, live: list[Hypothesis], count: int) -> list[Candidate]:
+def _candidates(logits: Tensor, live: list[Hypothesis], count: int,
+                num_ids: int | None = None) -> list[Candidate]:
     """The `count` best candidates of all beams, best first; ties to the earlier beam, then
-    to the lower token id. logits [len(live), V] raw."""
+    to the lower token id. logits [len(live), V] raw; ids from `num_ids` on are left out."""
     if len(logits) != len(live) or not live:
         raise ValueError(f'{len(logits)} rows of logits for {len(live)} live beams')
     for beam, best in enumerate(logits.amax(-1).tolist()):
@@ -337,6 +338,7 @@ def _candidates(logits: Tensor, live: list[Hypothesis], count: int) -> list[Cand
                              'distribution')
     totals = torch.tensor([h.cumulative_logprob for h in live], device=logits.device)
     scores = torch.log_softmax(logits.float(), -1).add_(totals[:, None])
+    if num_ids is not None: scores[:, num_ids:] = -torch.inf
     best = _top(scores.reshape(1, -1), [count])[0]
     return [Candidate(*divmod(i, logits.shape[-1]), total) for total, i in best]
 
@@ -351,6 +353,7 @@ class BeamRules:
     eos_ids: Iterable[int]              # these tokens end a text; may be empty
     max_tokens: int                     # so does this length
     logprobs: int | None = None         # as in SamplingParams
+    num_ids: int | None = None          # ids from here on have no text, and are never taken
 
     def __post_init__(self):
         self.eos_ids = frozenset(self.eos_ids)
@@ -380,7 +383,8 @@ class BeamRules:
 def _extend(rules: BeamRules, live: list[Hypothesis],
             logits: Tensor) -> list[tuple[int, Hypothesis]]:
     "The best candidates, best first, as hypotheses, each with the index of its beam."
-    found = _candidates(logits, live, (1 + max(1, len(rules.eos_ids))) * rules.width)
+    count = (1 + max(1, len(rules.eos_ids))) * rules.width
+    found = _candidates(logits, live, count, rules.num_ids)
     entries = [None] * len(found)
     if rules.logprobs is not None:
         entries = token_logprobs(logits[[c.beam for c in found]], [c.token for c in found],
