@@ -304,10 +304,12 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scale: 
 
 # %% ../nbs/00_attention.ipynb #paged-check
 def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
-                 window: int | None = None) -> None:
+                 window: int | None = None, scale: float | None = None) -> None:
     """ValueError, with the shapes, where they do not fit together."""
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, got {window}")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"window must be a whole number of tokens, 1 or more, got {window!r}")
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be above 0 and finite, got {scale}")
     if k_cache.shape != v_cache.shape or k_cache.dim() != 4:
         raise ValueError("caches must both be [num_blocks, block_size, num_kv_heads, "
                          f"head_dim]; got {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
@@ -334,7 +336,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBat
     batch's own tokens must already be written. No slot outside a context is ever read.
     With a `window`, the query at position p sees the keys p - window + 1 to p only.
     """
-    check_shapes(q, k_cache, v_cache, batch, window)
+    check_shapes(q, k_cache, v_cache, batch, window, scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     in_place = (q.device.type == "cpu" and k_cache.dtype in (torch.float32, torch.float64)
                 and k_cache.is_contiguous() and v_cache.is_contiguous())

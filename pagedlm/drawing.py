@@ -191,8 +191,10 @@ def names(owners: dict[int, str]) -> dict[int, str]:
     return {seq_id: label if len(of[label]) == 1 else f"{label}.{of[label].index(seq_id)}"
             for seq_id, label in owners.items()}
 
-def shorten(name: str, length: int = 11) -> str:
-    return name if len(name) <= length else name[:length - 1] + "…"
+def shorten(name: str, length: int = 10) -> str:
+    "Without its middle: the end tells names apart."
+    head = length // 3
+    return name if len(name) <= length else name[:head] + "…" + name[head + 1 - length:]
 
 # %% ../nbs/04_drawing.ipynb #taken
 def has_old_tokens(frame: Frame, seq_id: int, block: int) -> bool:

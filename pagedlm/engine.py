@@ -15,7 +15,7 @@ from torch import Tensor
 from .attention import PagedBatch, slots_at, to_device
 from .blocks import KVCache
 from .kernels import check_kernel_block_size, pick_backend
-from .models import Model, ModelConfig, load_model, load_tokenizer
+from .models import Model, ModelConfig, load_model, load_tokenizer, pick_device
 from .sampling import BeamSearch, Hypothesis, Logprob, SamplingParams, best_samples, make_stream, sample, token_logprobs
 from .scheduler import Plan, Scheduler, Sequence
 from .sharing import BlockManager
@@ -24,9 +24,9 @@ from .sharing import BlockManager
 __all__ = ['Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'Detokenizer', 'check_limits',
            'resolve_max_model_len', 'available_memory', 'pool_size', 'check_text', 'Prompts', 'check_messages',
            'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Choice', 'Request', 'beam_output', 'EngineStats',
-           'Books', 'Requests', 'new_request', 'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Prefixes',
-           'find_tokenizer', 'load', 'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token', 'next_tokens',
-           'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
+           'Books', 'Requests', 'new_request', 'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Recordings',
+           'Prefixes', 'find_tokenizer', 'load', 'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token',
+           'next_tokens', 'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -377,7 +377,8 @@ class Request:
 
     def beam_outputs(self) -> list[CompletionOutput]:
         live = sorted(self.beams.live, key=lambda h: -h.score)                      # if it was cut short
-        return [beam_output(i, h, self) for i, h in enumerate((self.beams.best() + live)[:self.params.n])]
+        made = self.beams.best() + ([] if self.beams.done else live * self.params.n)     # n of them, even if equal
+        return [beam_output(i, h, self) for i, h in enumerate(made[:self.params.n])]
 
 # %% ../nbs/09_engine.ipynb #beam-output
 def beam_output(index: int, h: Hypothesis, r: Request) -> CompletionOutput:
@@ -456,7 +457,7 @@ class Requests:
         self.requests: dict[str, Request] = {}   # live, or ended and not yet reported; by request id
         self.ended: list[Request] = []           # ended, and reported by the next output
         self.held: list[RequestOutput] = []      # reported by a step that was made for somebody else
-        self.num_requests, self.recording = 0, None
+        self.num_requests, self.recording, self.pinned = 0, None, set()
 
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None, *,
                     cache_salt: str | None = None):
@@ -542,12 +543,12 @@ class Closing(Lifecycle):
         self.runner = self.tokenizer = None
         self.drop(list(self.requests))
         for pin in list(self.scheduler.pins): self.scheduler.unpin(pin)
-        self.held = []
+        self.pinned, self.held = set(), []
 
 # %% ../nbs/09_engine.ipynb #prefixes
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PinnedPrefix:
-    "What `unpin_prefix` takes: a prefix that stays in the pool."
+    "What `unpin_prefix` takes: a prefix that stays in the pool of the engine that pinned it."
     pin_id: int
     num_tokens: int
 
@@ -557,20 +558,44 @@ class Recording:
     num_blocks: int
     block_size: int
     plans: list[Plan] = field(default_factory=list)
-    owners: dict[int, str] = field(default_factory=dict)     # seq_id -> request_id
+    owners: dict[int, str] = field(default_factory=dict)     # seq_id -> request
+    pinned: list[dict] = field(default_factory=list)         # after each plan: pin -> its table
 
-    def add(self, plan: Plan, seqs: dict[int, Sequence]):
+    def add(self, plan: Plan, scheduler: Scheduler):
+        "Note a plan; requests of `LLM.generate` go by their number."
         self.plans.append(plan)
-        self.owners |= {r.seq_id: seqs[r.seq_id].request_id for r in plan.rows}
+        seqs, tables = scheduler.sequences, scheduler.blocks.tables
+        self.owners |= {r.seq_id: seqs[r.seq_id].request_id.removeprefix("generate-") for r in plan.rows}
+        self.pinned.append({pin: tables[pin].entries() for pin in scheduler.pins})
 
     def frames(self) -> list:
-        "The state of the pool after each plan, to be drawn (see `pagedlm.drawing`)."
+        """The tables after each plan, to be drawn (see `pagedlm.drawing`). Which free blocks can
+        still be found by their contents is in no plan."""
         from pagedlm.drawing import replay
-        return replay(self.plans, self.owners, self.num_blocks, self.block_size)
+        frames = replay(self.plans, self.owners, self.num_blocks, self.block_size)
+        return [replace(f, tables={**f.tables, **pins}, owners={**f.owners, **{pin: "pin" for pin in pins}})
+                for f, pins in zip(frames, self.pinned)]
+
+# %% ../nbs/09_engine.ipynb #recordings
+class Recordings(Closing):
+    "An engine whose plans can be recorded."
+    @contextmanager
+    def record(self):
+        "Record the plans of all steps inside the `with` block; it begins with nothing running."
+        recording = self.begin_recording()
+        try: yield recording
+        finally: self.recording = None
+
+    def begin_recording(self) -> Recording:
+        self.check_open()
+        if self.recording: raise RuntimeError("there is a recording already")
+        if self.scheduler.has_unfinished: raise RuntimeError("a recording begins when no request is running")
+        self.recording = Recording(self.blocks.num_blocks, self.blocks.block_size)
+        return self.recording
 
 # %% ../nbs/09_engine.ipynb #prefixes-class
-class Prefixes(Closing):
-    "Prefixes that stay in the pool, and recordings of what happens there."
+class Prefixes(Recordings):
+    "Prefixes that stay in the pool."
     def pin_prefix(self, prefix: str | list[int]) -> PinnedPrefix:
         """Compute the keys and values of a prefix once and keep its blocks: requests that begin with
         these tokens (and have no salt) share them. ValueError if it is invalid or leaves too little room."""
@@ -588,7 +613,8 @@ class Prefixes(Closing):
             self.held += self.report([])
             raise
         if r.error: raise RuntimeError(f"the prefix was not pinned: {r.error}")
-        return PinnedPrefix(seq.seq_id, len(ids))
+        self.pinned.add(pin := PinnedPrefix(seq.seq_id, len(ids)))
+        return pin
 
     def keep(self, r: Request):
         "The prefix of `r` has been computed: its request ends, and its blocks stay."
@@ -598,16 +624,10 @@ class Prefixes(Closing):
     def unpin_prefix(self, prefix: PinnedPrefix):
         "Let go of a pinned prefix. ValueError if it is not pinned (any more)."
         self.check_open()
-        if not isinstance(prefix, PinnedPrefix): raise ValueError(f"no PinnedPrefix: {prefix!r}")
+        if not isinstance(prefix, PinnedPrefix) or prefix not in self.pinned:
+            raise ValueError(f"unpin_prefix takes a prefix that this engine still has pinned, not {prefix!r}")
+        self.pinned.remove(prefix)
         self.scheduler.unpin(prefix.pin_id)
-
-    @contextmanager
-    def record(self):
-        "Record the plans of all steps inside the `with` block; it begins with nothing running."
-        if self.scheduler.has_unfinished: raise RuntimeError("a recording begins when no request is running")
-        self.recording = Recording(self.blocks.num_blocks, self.blocks.block_size)
-        try: yield self.recording
-        finally: self.recording = None
 
 # %% ../nbs/09_engine.ipynb #find-tokenizer
 def find_tokenizer(name: str | Path):
@@ -619,6 +639,7 @@ def find_tokenizer(name: str | Path):
 def load(model: str | Path | Model, tokenizer, dtype, device, progress: bool) -> tuple[Model, object]:
     "The model and its tokenizer, loaded if they are not yet."
     if not isinstance(model, Model):
+        pick_backend(pick_device(device))        # what cannot work is said before the model is loaded
         return (load_model(model, dtype=dtype, device=device, progress=progress),
                 tokenizer or find_tokenizer(model))
     if (dtype, device) != ("auto", "auto"):
@@ -631,7 +652,7 @@ class Stepping(Prefixes):
     def next_plan(self) -> Plan:
         plan = self.scheduler.schedule()
         self.books.count(plan, self.scheduler.sequences)
-        if self.recording: self.recording.add(plan, self.scheduler.sequences)
+        if self.recording: self.recording.add(plan, self.scheduler)
         return plan
 
     def step(self) -> list[RequestOutput]:
@@ -659,6 +680,7 @@ class Engine(Stepping):
         check_limits(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
                      max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
         if type(seed) is not int: raise ValueError(f"seed must be an int, not {seed!r}")
+        if type(enable_prefix_caching) is not bool: raise ValueError(f"enable_prefix_caching is True or False, not {enable_prefix_caching!r}")
         model, tokenizer = load(model, tokenizer, dtype, device, progress)
         c = model.config
         if pick_backend(model.device) == "triton": check_kernel_block_size(block_size)
@@ -757,7 +779,8 @@ def as_batch(x, is_one) -> list:
 
 def one_each(params, n: int) -> list:
     "One SamplingParams for each of `n` prompts; None alone is the default for all."
-    params = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * n
+    if not isinstance(params, (list, tuple)): params = [SamplingParams() if params is None else params] * n
+    params = list(params)
     if None in params: raise ValueError("sampling_params has a None: give a SamplingParams for each prompt")
     if len(params) != n: raise ValueError(f"{len(params)} sampling_params for {n} prompts: give one, or one each")
     return params
@@ -790,15 +813,18 @@ class Served:
         "Let go of a pinned prefix; running requests that share its blocks keep them."
         with self.lock: self.engine.unpin_prefix(prefix)
 
+    @contextmanager
     def record(self):
         "A context manager: the plans of what is generated in it, as a `Recording`."
-        return self.engine.record()
+        with self.lock: recording = self.engine.begin_recording()
+        try: yield recording
+        finally: self.engine.recording = None
 
     def stats(self) -> EngineStats: return self.engine.stats()
 
     def close(self):
-        "Give the memory of model and pool back; more than once is fine."
-        self.engine.close()
+        "Give the memory of model and pool back; more than once is fine. Waits for its turn."
+        with self.lock: self.engine.close()
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -822,4 +848,4 @@ class LLM(Served):
         self.engine.check_open()
         chats = as_batch(messages, lambda m: isinstance(m, (list, tuple)) and bool(m) and isinstance(m[0], dict))
         prompts = [self.engine.prompts.encode_chat(m) for m in chats]
-        return self.generate(prompts, sampling_params or SamplingParams(max_tokens=None))
+        return self.generate(prompts, SamplingParams(max_tokens=None) if sampling_params is None else sampling_params)

@@ -36,8 +36,8 @@ __all__ = ['INTERPRETED', 'BACKENDS', 'BLOCK_SIZES', 'LOG2_E', 'UNALIGNED', 'POI
            'attend_keys', 'query_tiles', 'attend_kernel', 'tile_shape', 'attend_shape', 'triton_attend', 'merge_kernel',
            'merge', 'longest', 'num_sms', 'num_splits', 'attend', 'compile_kernel', 'disassemble', 'read_code',
            'compile_attend', 'compile_reports', 'compile_report', 'check_pairs', 'copy_chains', 'copy_kernel', 'planes',
-           'torch_copy', 'triton_copy', 'copy_blocks', 'pack_kernel', 'launch_pack', 'pack_blocks', 'unpack_blocks',
-           'Transfers', 'Swapper']
+           'torch_copy', 'triton_copy', 'copy_blocks', 'pack_kernel', 'launch_pack', 'check_alike', 'pack_blocks',
+           'unpack_blocks', 'Transfers', 'Swapper']
 
 # %% ../nbs/01_kernels.ipynb #backend
 BACKENDS = ("triton", "torch")
@@ -136,7 +136,8 @@ def write_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor, k: Tensor, v: 
 
     caches [num_blocks, block_size, num_kv_heads, head_dim]; slots int64 [T]; k, v [T,
     num_kv_heads, head_dim] with any strides, cast to the dtype of the cache. (Paper,
-    section 5.1: fused reshape and block write.) ValueError names a shape that does not fit.
+    section 5.1: fused reshape and block write.) ValueError names a shape that does not fit;
+    slots must be in the pool (on a GPU nobody checks them).
     """
     check_write(k_cache, v_cache, slots, k, v)
     write = triton_write if pick_backend(k_cache.device) == "triton" else torch_write
@@ -348,11 +349,12 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch,
 
     q [num_tokens, H, D]; caches [num_blocks, block_size, Hkv, D]; returns q's shape. Whole
     prompts, chunks and decoding sequences may mix in any order. With a `window`, the query
-    at position p sees the keys p - window + 1 to p only. No slot outside a context matters.
+    at position p sees the keys p - window + 1 to p only. No slot outside a context matters. Tables are not looked at by
+    the host: the kernels believe that their entries are blocks of the pool.
     """
     if pick_backend(q.device) == "torch":
         return paged_attention(q, k_cache, v_cache, batch, scale, window)
-    check_shapes(q, k_cache, v_cache, batch, window)
+    check_shapes(q, k_cache, v_cache, batch, window, scale)
     return triton_attend(q, k_cache, v_cache, batch,
                          q.shape[-1] ** -0.5 if scale is None else scale, window)
 
@@ -461,7 +463,7 @@ def check_pairs(pairs: Iterable[tuple[int, int]], num_src: int, num_dst: int
     pairs, written = list(pairs), set()
     for src, dst in pairs:
         for block, num_blocks in ((src, num_src), (dst, num_dst)):
-            if not 0 <= block < num_blocks:
+            if block != int(block) or not 0 <= block < num_blocks:
                 raise ValueError(f"block {block} does not exist: "
                                  f"blocks are 0 to {num_blocks - 1}")
         if dst in written:
@@ -556,8 +558,15 @@ def launch_pack(data: Tensor, staged: Tensor, blocks: Tensor, unpack: bool):
         flat, rows, blocks.contiguous(), flat.stride(0), flat.stride(1), rows.stride(0),
         size, TILE=tile, UNPACK=unpack)
 
+def check_alike(a: Tensor, b: Tensor):
+    "ValueError unless blocks of one pool fit into the other."
+    if a.dtype != b.dtype or a.shape[:2] != b.shape[:2] or a.shape[3:] != b.shape[3:]:
+        raise ValueError("pools must be alike but for their number of blocks: "
+                         f"{list(a.shape)} {a.dtype}, {list(b.shape)} {b.dtype}")
+
 def pack_blocks(data: Tensor, blocks: Tensor) -> Tensor:
-    "Gather scattered blocks (int64 [n]) of all layers into a new [2, num_layers, n, ...]."
+    """Gather scattered blocks (int64 [n]) of all layers into a new [2, num_layers, n, ...].
+    The kernel believes the numbers; `Swapper` checks them."""
     if pick_backend(data.device) == "torch" or not len(blocks):
         return data.index_select(2, blocks)
     staged = data.new_empty(*data.shape[:2], len(blocks), *data.shape[3:])
@@ -566,6 +575,9 @@ def pack_blocks(data: Tensor, blocks: Tensor) -> Tensor:
 
 def unpack_blocks(data: Tensor, staged: Tensor, blocks: Tensor) -> None:
     "The mirror of `pack_blocks`: staged [2, num_layers, n, ...] into the blocks of `data`."
+    check_alike(data, staged)
+    if len(blocks) != staged.shape[2]:
+        raise ValueError(f"{staged.shape[2]} staged blocks and {len(blocks)} numbers for them")
     if pick_backend(data.device) == "torch" or not len(blocks):
         data.index_copy_(2, blocks, staged)
     else: launch_pack(data, staged, blocks, unpack=True)
@@ -606,6 +618,7 @@ class Swapper:
     whatever the number of blocks. A device block may be overwritten as soon as its
     `swap_out` returned. `bytes_out`, `bytes_in` and `transfers` count."""
     def __init__(self, device: Tensor, host: Tensor):
+        check_alike(device, host)
         self.device, self.host, self.link = device, host, Transfers(device.device)
         self.landing: list[tuple] = []      # (event, pinned blocks, their host numbers)
         self.bytes_out = self.bytes_in = self.transfers = 0

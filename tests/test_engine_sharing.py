@@ -1028,8 +1028,10 @@ def test_a_replay_has_the_tables_of_the_run(model, kw):
     serve(engine, {"later": MIX["one"]}, -(-20 // engine.blocks.block_size))
     frames = recording.frames()
     assert len(frames) == len(recording.plans) == len(seen) - 20
+    pin, held = next(iter(engine.scheduler.pins)), engine.blocks.tables
     for frame, tables in zip(frames, seen):
-        assert {s: [b for b, _ in entries] for s, entries in frame.tables.items()} == tables
+        assert {s: [b for b, _ in entries] for s, entries in frame.tables.items()} == tables | {pin: held[pin].blocks}
+        assert frame.owners[pin] == "pin"
     assert {*recording.owners.values()} == {*MIX}
     if kw["num_blocks"] < 128: assert any(f.preempted for f in frames)
 
@@ -1054,3 +1056,33 @@ def test_an_llm_has_it_all(model, alone):
         llm.unpin_prefix(pin)
         with pytest.raises(ValueError): llm.unpin_prefix(pin)
         assert llm.stats().used_blocks == 0
+
+
+def test_another_engines_prefix_is_refused(model):
+    mine, other = make(model), make(model)
+    pin, foreign = mine.pin_prefix(prompt(20)), other.pin_prefix(prompt(33))
+    with pytest.raises(ValueError, match="this engine"): mine.unpin_prefix(foreign)
+    assert mine.stats().used_blocks > 0
+    mine.unpin_prefix(pin)
+    assert mine.stats().used_blocks == 0
+
+
+def test_one_recording_at_a_time_and_none_of_a_closed_engine(model):
+    llm = LLM(model, num_blocks=16)
+    with llm.record() as outer:
+        with pytest.raises(RuntimeError, match="already"):
+            with llm.record(): pass
+        llm.generate([[5, 6]], greedy(3))
+    assert len(outer.plans) == 3
+    llm.pin_prefix([5] * 20)
+    llm.close()
+    assert llm.stats().used_blocks == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        with llm.record(): pass
+
+
+def test_wrong_kinds_of_parameters_are_no_defaults(model):
+    llm = LLM(model, num_blocks=16)
+    for wrong in (0, "", {}):
+        with pytest.raises(ValueError): llm.generate([5, 6], wrong)
+    with pytest.raises(ValueError, match="enable_prefix_caching"): Engine(model, num_blocks=16, enable_prefix_caching="no")

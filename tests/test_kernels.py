@@ -1018,3 +1018,19 @@ def test_copies_on_the_device():
 
 
 if __name__ == "__main__": print(json.dumps(compile_all()))
+
+
+@pytest.mark.parametrize("host", [(2, 1, 4, 4), (2, 2, 4, 3), (1, 2, 4, 4)])
+def test_pools_that_are_not_alike_are_refused(host):
+    with pytest.raises(ValueError, match="alike"): K.Swapper(torch.zeros(2, 2, 6, 4), torch.zeros(*host))
+    with pytest.raises(ValueError, match="alike"): K.Swapper(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 4, 4, dtype=torch.half))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_scale_that_is_none_is_refused(monkeypatch, backend, scale):
+    monkeypatch.setenv("PAGEDLM_BACKEND", backend)
+    batch = PagedBatch(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1]), torch.tensor([0, 1]), 4)
+    cache = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(ValueError, match="scale"): K.attend(torch.zeros(1, 1, 16), cache, cache, batch, scale)
+    with pytest.raises(ValueError, match="window"): K.attend(torch.zeros(1, 1, 16), cache, cache, batch, None, 1.5)
