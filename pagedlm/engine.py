@@ -680,7 +680,8 @@ class Engine(Stepping):
         check_limits(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
                      max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
         if type(seed) is not int: raise ValueError(f"seed must be an int, not {seed!r}")
-        if type(enable_prefix_caching) is not bool: raise ValueError(f"enable_prefix_caching is True or False, not {enable_prefix_caching!r}")
+        if type(enable_prefix_caching) is not bool:
+            raise ValueError(f"enable_prefix_caching is True or False, not {enable_prefix_caching!r}")
         model, tokenizer = load(model, tokenizer, dtype, device, progress)
         c = model.config
         if pick_backend(model.device) == "triton": check_kernel_block_size(block_size)

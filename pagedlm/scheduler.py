@@ -193,6 +193,7 @@ class Queues:
         self.known, self.released = set(), []     # seq_ids that the runner has; had
         self.num_arrived, self.last_id = 0, -1
         self.pins: dict[int, list[int]] = {}      # seq_id -> tokens of a pinned prefix
+        self.pinning: dict[str, Sequence] = {}    # by request_id: not computed yet
 
     def new_id(self) -> int:
         "A seq_id that no sequence has had."
@@ -202,18 +203,21 @@ class Queues:
     @property
     def num_pinned(self) -> int:
         "Blocks that pinned prefixes hold, or will when they are computed."
-        to_come = [g.seqs[0] for g in self.groups.values() if g.pin]
         held = {b for pin in self.pins for b in self.blocks.table(pin).blocks}
-        return len(held) + sum(blocks_at_most(s, self.blocks.block_size) for s in to_come)
+        return len(held) + sum(blocks_at_most(seq, self.blocks.block_size)
+                               for seq in self.pinning.values())
 
     def add(self, seq: Sequence, pin: bool = False):
         """A new request, which begins as one sequence; ValueError if it can never be served, or
         its id is in use. A `pin` keeps its blocks when it ends: see `keep`."""
         check_width(seq, self.max_num_seqs, self.max_num_batched_tokens)
         check_request(seq, self.blocks, self.max_model_len, self.num_pinned)
-        if seq.request_id in self.groups or seq.seq_id in self.sequences | self.pins:
+        in_use = seq.seq_id in self.sequences or seq.seq_id in self.pins
+        if in_use or seq.request_id in self.groups:
             raise ValueError(f"request {seq.request_id!r}, sequence {seq.seq_id}: in use")
-        if pin: self.check_pin(seq)
+        if pin:
+            self.check_pin(seq)
+            self.pinning[seq.request_id] = seq
         seq.group = Group(seq.request_id, self.num_arrived, [seq], seq.width, pin)
         self.groups[seq.request_id], self.sequences[seq.seq_id] = seq.group, seq
         self.num_arrived, self.last_id = self.num_arrived + 1, max(self.last_id, seq.seq_id)
@@ -256,6 +260,7 @@ class Endings(Queues):
                  Status.RUNNING: self.running}[group.status]
         queue.remove(group)
         del self.groups[group.request_id]
+        self.pinning.pop(group.request_id, None)
         group.status = Status.FINISHED
 
 # %% ../nbs/05_scheduling.ipynb #pins
@@ -291,7 +296,7 @@ class Pins(Endings):
 
     def pinned_part(self, seq: Sequence) -> tuple[int, int]:
         "(tokens, pin): the most that `seq` shares with one pinned prefix, short of its last."
-        if seq.salt is not None: return 0, -1
+        if seq.salt is not None or not self.pins: return 0, -1
         tokens = seq.tokens_from(0, seq.num_tokens - 1)
         return max(((len(commonprefix([tokens, pinned])), pin)
                     for pin, pinned in self.pins.items()), default=(0, -1))
