@@ -89,7 +89,7 @@ def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int
             outs = llm.generate([r["prompt_token_ids"] for r in requests], params)
             if failed := [o.error for o in outs if o.error]: raise RuntimeError(failed[0])
             return {r["id"]: o.outputs[0].token_ids for r, o in zip(requests, outs)}
-        yield generate, lambda: llm.stats().preemptions_recompute
+        yield generate, lambda: llm.stats().preemptions
 
 # %% ../nbs/12_benchmarks.ipynb #peer
 @contextmanager
@@ -227,7 +227,7 @@ def saving(model: Model, workload: str | Path, shape: str, kind: str, width: int
     stats = engine.stats()
     return dict(bench="saving", shape=shape, kind=kind, width=width, block_size=16, requests=num_requests,
                 saved_percent=round(100 * stats.memory_saved, 1), paper_percent=PAPER_15[shape, kind].get(width),
-                cow_copies=stats.cow_copies, steps=stats.steps, preemptions=stats.preemptions_recompute)
+                cow_copies=stats.cow_copies, steps=stats.steps, preemptions=stats.preemptions)
 
 # %% ../nbs/12_benchmarks.ipynb #prefix
 def first_tokens(engine, prompts: list[list[int]], max_tokens: int) -> list[float]:

@@ -493,7 +493,7 @@ class Mirror:
 
     def swap_out(self, moved: dict[int, int], preempted: list[int]):
         for seq_id in preempted:
-            entries = self.entries(seq_id)
+            entries = [entry for entry in self.entries(seq_id) if entry[1]]
             if entries and all(block in moved for block, _ in entries):
                 self.host[seq_id] = [(moved[block], filled) for block, filled in entries]
 

@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 from .attention import PagedBatch, slots_at, to_device
 from .blocks import KVCache
-from .kernels import check_kernel_block_size, pick_backend
+from .kernels import Swapper, check_kernel_block_size, pick_backend
 from .models import Model, ModelConfig, load_model, load_tokenizer, pick_device
 from .sampling import BeamSearch, Hypothesis, Logprob, SamplingParams, best_samples, make_stream, sample, token_logprobs
-from .scheduler import Plan, Scheduler, Sequence
+from .policies import pick_policy
+from .scheduler import PREEMPTION, Plan, Policy, Scheduler, Sequence, Status
 from .sharing import BlockManager
+from .swapping import HostPool, SwapCosts
 
 # %% auto #0
-__all__ = ['Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'Detokenizer', 'check_limits',
-           'resolve_max_model_len', 'available_memory', 'pool_size', 'check_text', 'Prompts', 'check_messages',
-           'resolve_max_tokens', 'CompletionOutput', 'RequestOutput', 'Choice', 'Request', 'beam_output', 'EngineStats',
-           'Books', 'Requests', 'new_request', 'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Recordings',
-           'Prefixes', 'find_tokenizer', 'load', 'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token',
-           'next_tokens', 'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
+__all__ = ['LINK_BYTES_S', 'FLOPS_S', 'Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'Detokenizer',
+           'check_limits', 'resolve_max_model_len', 'available_memory', 'pool_size', 'host_pool_size', 'swap_costs',
+           'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput',
+           'Choice', 'Request', 'beam_output', 'EngineStats', 'Books', 'Requests', 'new_request', 'Lifecycle',
+           'Closing', 'PinnedPrefix', 'Recording', 'Recordings', 'Prefixes', 'find_tokenizer', 'load', 'Stepping',
+           'Engine', 'run_plan', 'end_search', 'take_token', 'next_tokens', 'note_logprobs', 'with_text', 'is_ids',
+           'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -56,10 +59,12 @@ class Tables:
 
 # %% ../nbs/09_engine.ipynb #runner-class
 class Runner:
-    "Executes plans on one device and decides nothing. `graphs`: record decode steps? (None: on a GPU.)"
+    """Executes plans on one device and decides nothing. `host`: where swapped blocks go. `graphs`: record
+    decode steps? (None: on a GPU.)"""
     def __init__(self, model: Model, kv: KVCache, max_num_seqs: int, max_blocks: int,
-                 graphs: bool | None = None):
+                 host: KVCache | None = None, graphs: bool | None = None):
         self.model, self.kv = model, kv
+        self.swapper = Swapper(kv.data, host.data) if host else None
         self.tables = Tables(max_num_seqs, max_blocks, model.device)
         if graphs is None: graphs = pick_backend(model.device) == "triton" and model.device.type == "cuda"
         self.graphs = DecodeGraphs(model, kv, self.tables) if graphs else None
@@ -78,6 +83,8 @@ class Runner:
     def execute(self, plan: Plan) -> Tensor:
         "Logits `[num_sampling_rows, vocab_size]` float32 of the rows that sample, in plan order."
         self.tables.update(plan)
+        if plan.swapped_out: self.swapper.swap_out(plan.swapped_out)
+        if plan.swapped_in: self.swapper.swap_in(plan.swapped_in)
         if plan.copies: self.kv.copy(plan.copies)
         ends = [i for i, r in enumerate(plan.rows) if r.samples]
         if self.graphs and all(len(r.tokens) == 1 for r in plan.rows): return self.graphs.run(plan)[ends]
@@ -175,8 +182,8 @@ class Detokenizer:
 def check_limits(**limits: int | None):
     "Each must be a whole number that makes sense, or None where the engine may choose."
     for name, n in limits.items():
-        if n is None and name in ("num_blocks", "max_model_len"): continue
-        least = 2 if name == "max_model_len" else 1   # a prompt token and a new one
+        if n is None and name in ("num_blocks", "num_host_blocks", "max_model_len", "max_waiting"): continue
+        least = {"max_model_len": 2, "num_host_blocks": 0}.get(name, 1)     # a prompt token and a new one
         if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
             raise ValueError(f"{name} must be a whole number, {least} or more, not {n!r}")
 
@@ -209,6 +216,27 @@ def pool_size(asked: int | None, block_bytes: int, most: int, device: torch.devi
         raise ValueError(f"num_blocks = {asked or 1:,} blocks of {block_bytes:,} bytes do not fit into the "
                          f"{budget:,} bytes that are free for them: use fewer or smaller blocks")
     return asked or min(most, budget // block_bytes)
+
+# %% ../nbs/09_engine.ipynb #host-size
+def host_pool_size(asked: int | None, preemption: str, block_bytes: int, num_blocks: int) -> int:
+    "Blocks of the host pool: `asked`, or as many as the device has, in at most 20% of what is free."
+    if preemption == "recompute":
+        if asked: raise ValueError(f"num_host_blocks = {asked}, and preemption = 'recompute' uses none")
+        return 0
+    free = available_memory(torch.device("cpu"))
+    if asked is None: return min(num_blocks, int(free * 0.2) // block_bytes)
+    if asked * block_bytes > free:
+        raise ValueError(f"num_host_blocks = {asked:,} blocks of {block_bytes:,} bytes do not fit into the "
+                         f"{free:,} bytes that are free on the host")
+    return asked
+
+LINK_BYTES_S = {"cuda": 12e9, "cpu": 4e9}     # the paper's PCIe (Figure 19a); a copy in memory
+FLOPS_S = {"cuda": 156e12, "cpu": 1e11}       # half of an A100's peak; two cores
+
+def swap_costs(model: Model, block_bytes: int) -> SwapCosts:
+    "What `preemption='auto'` compares: bytes over the link, and two operations a weight and token."
+    kind = model.device.type
+    return SwapCosts(block_bytes, 2 * model.num_bytes / model.dtype.itemsize, LINK_BYTES_S[kind], FLOPS_S[kind])
 
 # %% ../nbs/09_engine.ipynb #check-text
 def check_text(text: str) -> str:
@@ -404,15 +432,22 @@ class EngineStats:
     peak_used_blocks: int
     slot_use: float
     memory_saved: float
+    host_blocks: int
+    free_host_blocks: int
     running: int                  # requests
-    waiting: int
-    preempted: int                # waiting to come back
+    waiting: int                  # new ones
+    preempted: int                # waiting to come back, and to be computed again
+    swapped: int                  # waiting to come back from the host
     preemptions_recompute: int    # how often it happened
+    preemptions_swap: int
     cow_copies: int
     prefix_hit_tokens: int        # of prompts, found in the pool when their requests began
     prompt_tokens: int            # of requests that began
     generation_tokens: int        # that sequences got; of a beam search those of its answers
     steps: int
+
+    @property
+    def preemptions(self) -> int: return self.preemptions_recompute + self.preemptions_swap
 
 # %% ../nbs/09_engine.ipynb #books
 class Books:
@@ -440,19 +475,18 @@ class Books:
         s, b = scheduler, self.blocks
         use = self.filled_slots / self.used_slots if self.used_slots else 1.0
         saved = 1 - self.steps / self.sharing if self.sharing else 0.0
+        swapped = sum(group.status is Status.SWAPPED for group in s.preempted)
         return EngineStats(b.num_blocks, b.num_free, b.num_used, b.num_cached, self.peak_used, use, saved,
-                           len(s.running), len(s.waiting), len(s.preempted), s.num_preemptions, self.copies,
-                           self.hit_tokens, self.prompt_tokens, self.generation_tokens, self.steps)
+                           s.host.num_blocks, s.host.num_free, len(s.running), len(s.waiting),
+                           len(s.preempted) - swapped, swapped, s.num_preemptions - s.num_swaps, s.num_swaps,
+                           self.copies, self.hit_tokens, self.prompt_tokens, self.generation_tokens, self.steps)
 
 # %% ../nbs/09_engine.ipynb #requests
 class Requests:
     "The parts of an engine, and its live requests: how they enter and how they end."
-    def __init__(self, model: Model, tokenizer, blocks: BlockManager, kv: KVCache, *, max_num_seqs: int,
-                 max_num_batched_tokens: int, max_model_len: int, seed: int):
-        self.tokenizer, self.blocks, self.seed, self.max_model_len = tokenizer, blocks, seed, max_model_len
-        max_num_seqs = min(max_num_seqs, blocks.num_blocks)   # each needs a block
-        self.scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.runner = Runner(model, kv, max_num_seqs, -(-max_model_len // kv.block_size))
+    def __init__(self, model: Model, tokenizer, scheduler: Scheduler, runner: Runner, max_model_len: int, seed: int):
+        self.tokenizer, self.blocks, self.seed, self.max_model_len = tokenizer, scheduler.blocks, seed, max_model_len
+        self.scheduler, self.runner, blocks = scheduler, runner, scheduler.blocks
         self.prompts, self.books, self.config = Prompts(tokenizer, model.config, max_model_len), Books(blocks), model.config
         self.requests: dict[str, Request] = {}   # live, or ended and not yet reported; by request id
         self.ended: list[Request] = []           # ended, and reported by the next output
@@ -461,8 +495,8 @@ class Requests:
 
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None, *,
                     cache_salt: str | None = None):
-        """Queue a request. ValueError if it is invalid, can never fit, or its id is in use. It shares
-        cached blocks only with requests of the same `cache_salt`."""
+        """Queue a request. ValueError if it is invalid, can never fit, or its id is in use; QueueFull if
+        `max_waiting` others wait. It shares cached blocks only with requests of the same `cache_salt`."""
         self.check_open()
         if not isinstance(request_id, str): raise ValueError(f"a request id is a str, not {request_id!r}")
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
@@ -557,6 +591,7 @@ class Recording:
     "The plans of some steps as they were made, and whose sequences they are about."
     num_blocks: int
     block_size: int
+    num_host_blocks: int = 0
     plans: list[Plan] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)     # seq_id -> request
     pinned: list[dict] = field(default_factory=list)         # after each plan: pin -> its table
@@ -573,8 +608,8 @@ class Recording:
         still be found by their contents is in no plan."""
         from pagedlm.drawing import replay
         frames = replay(self.plans, self.owners, self.num_blocks, self.block_size)
-        return [replace(f, tables={**f.tables, **pins}, owners={**f.owners, **{pin: "pin" for pin in pins}})
-                for f, pins in zip(frames, self.pinned)]
+        return [replace(f, tables={**f.tables, **pins}, owners={**f.owners, **{pin: "pin" for pin in pins}},
+                        num_host_blocks=self.num_host_blocks) for f, pins in zip(frames, self.pinned)]
 
 # %% ../nbs/09_engine.ipynb #recordings
 class Recordings(Closing):
@@ -590,7 +625,7 @@ class Recordings(Closing):
         self.check_open()
         if self.recording: raise RuntimeError("there is a recording already")
         if self.scheduler.has_unfinished: raise RuntimeError("a recording begins when no request is running")
-        self.recording = Recording(self.blocks.num_blocks, self.blocks.block_size)
+        self.recording = Recording(self.blocks.num_blocks, self.blocks.block_size, self.scheduler.host.num_blocks)
         return self.recording
 
 # %% ../nbs/09_engine.ipynb #prefixes-class
@@ -668,17 +703,25 @@ class Engine(Stepping):
 
     `model` is a registry name, a Hugging Face id, a local folder, a .gguf file or a loaded
     `Model` (then with its `tokenizer`, or None to work on token ids alone). `block_size` is in
-    tokens; `num_blocks=None` sizes the pool from free memory. `max_num_batched_tokens` bounds the
-    tokens of one step, and so a prefill chunk. `max_model_len=None` is the smaller of the model's
-    limit and the pool's. `enable_prefix_caching`: full blocks are found again by prompts that begin with
-    the same tokens. ValueError names a limit that is impossible. One thread at a time."""
+    tokens; `num_blocks=None` sizes the pool from free memory, and `num_host_blocks=None` that on the host.
+    `max_num_batched_tokens` bounds the tokens of one step, and so a prefill chunk. `max_model_len=None` is the
+    smaller of the model's limit and the pool's. `enable_prefix_caching`: full blocks are found again by prompts
+    that begin with the same tokens. `preemption`: a request that gives way is computed again ("recompute"),
+    moved to the host ("swap"; computed again where the host pool is full), or what costs less ("auto").
+    `policy`: who comes in first and who gives way, a name in `POLICIES` or a `Policy`. `watermark`: the
+    share of the pool that a newcomer leaves free. `max_waiting`: with so many in line, others are refused.
+    ValueError names a limit that is impossible. One thread at a time."""
     def __init__(self, model: str | Path | Model = "smollm2", *, tokenizer=None, dtype="auto",
                  device="auto", block_size: int = 16, num_blocks: int | None = None,
-                 max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-                 max_model_len: int | None = None, enable_prefix_caching: bool = True, seed: int = 0,
-                 progress: bool = False):
-        check_limits(block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs,
-                     max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
+                 num_host_blocks: int | None = None, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
+                 max_model_len: int | None = None, enable_prefix_caching: bool = True, preemption: str = "auto",
+                 policy: str | Policy = "fcfs", watermark: float = 0.01, max_waiting: int | None = None,
+                 seed: int = 0, progress: bool = False):
+        check_limits(block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
+                     max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                     max_model_len=max_model_len, max_waiting=max_waiting)
+        policy = pick_policy(policy)
+        if preemption not in PREEMPTION: raise ValueError(f"preemption is {preemption!r}: it must be one of {PREEMPTION}")
         if type(seed) is not int: raise ValueError(f"seed must be an int, not {seed!r}")
         if type(enable_prefix_caching) is not bool:
             raise ValueError(f"enable_prefix_caching is True or False, not {enable_prefix_caching!r}")
@@ -686,13 +729,20 @@ class Engine(Stepping):
         c = model.config
         if pick_backend(model.device) == "triton": check_kernel_block_size(block_size)
         shape = (block_size, c.num_kv_heads, c.head_dim)
+        block_bytes = KVCache.block_bytes(c.num_layers, *shape, model.dtype)
         most = max_num_seqs * -(-(max_model_len or c.max_model_len) // block_size)
-        num_blocks = pool_size(num_blocks, KVCache.block_bytes(c.num_layers, *shape, model.dtype), most, model.device)
+        num_blocks = pool_size(num_blocks, block_bytes, most, model.device)
+        num_host_blocks = host_pool_size(num_host_blocks, preemption, block_bytes, num_blocks)
         max_model_len = resolve_max_model_len(max_model_len, c.max_model_len, num_blocks * block_size)
         kv = KVCache(c.num_layers, num_blocks, *shape, model.dtype, model.device)
-        blocks = BlockManager(num_blocks, block_size, None, enable_prefix_caching)
-        super().__init__(model, tokenizer, blocks, kv, max_num_seqs=max_num_seqs, seed=seed,
-                         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len)
+        host = KVCache(c.num_layers, num_host_blocks, *shape, model.dtype) if num_host_blocks else None
+        max_num_seqs = min(max_num_seqs, num_blocks)          # each needs a block
+        scheduler = Scheduler(BlockManager(num_blocks, block_size, None, enable_prefix_caching),
+                              max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                              watermark=watermark, max_waiting=max_waiting, policy=policy, preemption=preemption,
+                              host=HostPool(num_host_blocks, block_size), costs=swap_costs(model, block_bytes))
+        runner = Runner(model, kv, max_num_seqs, -(-max_model_len // block_size), host)
+        super().__init__(model, tokenizer, scheduler, runner, max_model_len, seed)
 
 # %% ../nbs/09_engine.ipynb #run-plan
 def run_plan(engine: Engine, plan: Plan) -> list[Request]:
@@ -703,6 +753,7 @@ def run_plan(engine: Engine, plan: Plan) -> list[Request]:
         logits = engine.runner.execute(plan)
         tokens, errors = next_tokens(logits, rows, engine.tokenizer)
     except BaseException as e:   # whatever it was, these rows are lost; Ctrl-C goes on to the caller
+        engine.scheduler.failed(plan)
         for r in dict.fromkeys(owner.values()): engine.end(r, "error", f"the model failed: {type(e).__name__}: {e}")
         if isinstance(e, Exception): return []
         raise

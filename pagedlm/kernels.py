@@ -627,6 +627,7 @@ class Swapper:
         "Move each (device block, host block). Returns before the transfer has ended."
         pairs = check_pairs(pairs, self.device.shape[2], self.host.shape[2])
         if not pairs: return
+        self.settle()               # what went before has arrived long since
         src, dst = torch.tensor(pairs).T
         staged = pack_blocks(self.device, src.to(self.device.device))
         self.landing.append((*self.link.to_host(staged), dst))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from typing import NamedTuple
 
 from .blocks import BlockAllocator, BlockTable, blocks_for, check_block_size
 
@@ -146,8 +147,7 @@ class SharedBlocks(BlockPool):
         return self.allocator.allocate()
 
 # %% ../nbs/03_sharing.ipynb #growth
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     "What `append` changed: from logical block `first` on, the table now reads `blocks`."
     first: int
     blocks: list[int]                   # replaced and added ones; [] if there was room
@@ -307,6 +307,13 @@ class BlockManager(CachedBlocks):
             if found is None: break
             hits.append(found.block)
         return hits
+
+    def digest_after(self, hits: list[int], tokens: list[int], salt: str | None = None) -> bytes:
+        "The digest of the first block that `lookup` looked for in vain; b'' if it found all."
+        i, size = len(hits), self.block_size
+        if not self.enable_prefix_caching or i >= (len(tokens) - 1) // size: return b""
+        before = self.cache.of_block[hits[-1]] if hits else Root(salt)
+        return self.cache.digest(before.digest, tuple(tokens[i * size:(i + 1) * size]))
 
     def adopt(self, seq_id: int, hits: list[int], salt: str | None = None) -> None:
         "A new sequence begins with what `lookup` found (maybe nothing) for this salt."

@@ -67,7 +67,7 @@ def test_ids_equal_those_of_pytorch(model, reference, monkeypatch, graphs):
 def test_ids_survive_preemption_and_chunks(model, reference, monkeypatch, graphs):
     ids, engine = serve(model, monkeypatch, "triton", graphs, num_blocks=9, max_num_batched_tokens=6)
     assert ids == reference
-    assert engine.stats().preemptions_recompute >= 2
+    assert engine.stats().preemptions >= 2
     if graphs: assert len(engine.runner.graphs.recorded) >= 2
 
 
