@@ -574,7 +574,8 @@ def lanes(frames: list[Frame]) -> dict[str, list[tuple[str, int] | None]]:
             old, tokens = lane[t] or (kind, 0)
             lane[t] = max(old, kind, key=LATER.get), tokens + n
         out -= set(map(frame.label, frame.computed))
-        for i in frame.preempted: phase[i] = phase[frame.label(i)] = "computed again"
+        for i in frame.preempted:
+            if i not in frame.host: phase[i] = phase[frame.label(i)] = "computed again"
         for i in frame.samples: phase[i] = phase[frame.label(i)] = "decode"
     return {who: lane for who, lane in result.items() if any(lane)}
 

@@ -200,7 +200,7 @@ def test_replay_follows_swaps():
     frames = d.replay(plans, {0: "A", 1: "B"}, 5, 4)
     assert [f.host for f in frames] == [{}, {1: [(5, 4), (0, 4)]}, {1: [(5, 4), (0, 4)]}, {}]
     assert frames[3].tables == {1: [(0, 4), (1, 4), (2, 1)]}
-    assert d.lanes(frames)["B"] == [("prompt", 8), ("swapped out", 0), ("swapped out", 0), ("computed again", 1)]
+    assert d.lanes(frames)["B"] == [("prompt", 8), ("swapped out", 0), ("swapped out", 0), ("decode", 1)]
 
 
 def test_a_record_without_its_start_is_refused():
