@@ -7,8 +7,9 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 
-from pagedlm.scheduler import Draft, Scheduler, Sequence, Status
+from pagedlm.scheduler import FCFS, PREEMPTION, Draft, Policy, Scheduler, Sequence, Status
 from pagedlm.sharing import BlockManager
+from pagedlm.swapping import HostPool, SwapCosts
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
 
@@ -27,18 +28,21 @@ def solo(prompt, max_tokens):
 
 
 class FakeRunner:
-    """Its K/V cache holds (token, position, salt) in each slot. A row writes its own tokens, then
-    reads its whole context back through its table; what it read is all that the "model" knows."""
+    """Its K/V cache holds (token, position, salt) in each slot, and so does that on the host. A row
+    writes its own tokens, then reads its whole context back through its table; what it read is all
+    that the "model" knows."""
 
     def __init__(self, scheduler):
         self.scheduler, self.block_size, self.tables = scheduler, scheduler.blocks.block_size, {}
         self.cache = [[None] * self.block_size for _ in range(scheduler.blocks.num_blocks)]
-        self.entered = self.left = self.computed = self.copied = 0
+        self.host = [[None] * self.block_size for _ in range(scheduler.host.num_blocks)]
+        self.entered = self.left = self.computed = self.copied = self.moved_out = self.moved_in = 0
 
     def execute(self, plan):
         "The histories that the rows that sample have read, by seq_id."
         for seq_id in plan.released: del self.tables[seq_id]    # KeyError: released twice
         self.left += len(plan.released)
+        self.swap(plan)
         targets = [target for _, target in plan.copies]
         assert len(set(targets)) == len(targets)
         for target, block in [(b, list(self.cache[a])) for a, b in plan.copies]:
@@ -47,6 +51,17 @@ class FakeRunner:
         for row in plan.rows: self.write(row)
         read = {row.seq_id: self.read(row) for row in plan.rows}
         return {row.seq_id: read[row.seq_id] for row in plan.rows if row.samples}
+
+    def swap(self, plan):
+        "Out, then in; what went in is on the host no more."
+        for block, to in plan.swapped_out:
+            assert self.cache[block][0], "nothing was ever written there"
+            self.host[to] = list(self.cache[block])
+        for block, to in plan.swapped_in:
+            assert self.host[block][0], "the host has nothing there"
+            self.cache[to], self.host[block] = self.host[block], [None] * self.block_size
+        self.moved_out += len(plan.swapped_out)
+        self.moved_in += len(plan.swapped_in)
 
     def write(self, row):
         blocks, salt = self.scheduler.blocks, self.scheduler.sequences[row.seq_id].salt
@@ -88,8 +103,11 @@ class Greedy:
 def prompt_of(i, n): return [(i * 7919 + j * 31) % 50_000 for j in range(n)]
 
 
-def make(num_blocks=6, block_size=4, cls=Scheduler, watermark=0, **kwargs):
-    return cls(BlockManager(num_blocks, block_size), watermark=watermark, **kwargs)
+def make(num_blocks=6, block_size=4, cls=Scheduler, watermark=0, caching=False, num_host=0, link=1,
+         **kwargs):
+    """`num_host` blocks on the host. To compute a token takes 1 s, to move a block 1/`link` s each way."""
+    return cls(BlockManager(num_blocks, block_size, enable_prefix_caching=caching), watermark=watermark,
+               host=HostPool(num_host, block_size), costs=SwapCosts(1, 1, link, 1), **kwargs)
 
 
 def add(scheduler, *lengths, max_tokens=4):
@@ -101,10 +119,16 @@ def add(scheduler, *lengths, max_tokens=4):
     return seqs
 
 
-def check(scheduler, plan, known, was_running):
-    "What holds after every `schedule`; `known` is what the runner knew before."
+def held(pool, seqs):
+    "The blocks in the tables of those of these sequences that have one."
+    return {b for seq in seqs if seq in pool.tables for b in pool.table(seq).blocks}
+
+
+def check(scheduler, plan, known, was_running, had):
+    "What holds after every `schedule`; `known` is what the runner knew before, `had` each one's blocks."
     blocks, budget = scheduler.blocks, scheduler.max_num_batched_tokens
     blocks.check()
+    check_swaps(scheduler, plan, was_running, had)
     ids = [row.seq_id for row in plan.rows]
     running = {seq.seq_id: seq for group in scheduler.running for seq in group.seqs}
     assert len(set(ids)) == len(ids) and plan.num_tokens <= budget
@@ -129,15 +153,31 @@ def check(scheduler, plan, known, was_running):
     samples = {row.seq_id for row in plan.rows if row.samples}
     for group in scheduler.running:
         gang = {seq.seq_id for seq in group.seqs}
+        assert not group.decodes or gang <= set(ids), "who decodes does so in every step"
         assert not gang & samples or gang <= samples, "all of a gang sample, or none"
         assert len({seq.num_tokens for seq in group.seqs}) == 1
 
 
+def check_swaps(scheduler, plan, was_running, had):
+    "What moves belongs to those who leave and those who return, each block once."
+    (out, to_host), (of_host, to) = (list(zip(*pairs)) or [(), ()] for pairs in (plan.swapped_out, plan.swapped_in))
+    for numbers in (out, to_host, of_host, to): assert len(set(numbers)) == len(numbers), "each once"
+    assert set(out) <= {b for i in plan.preempted for b in had.get(i, ())}, "what a victim had before"
+    assert set(to_host) == held(scheduler.host, plan.preempted), "and each block that it has there"
+    entered = [seq.seq_id for group in scheduler.running if group not in was_running for seq in group.seqs]
+    tables = [table.blocks for i, table in scheduler.blocks.tables.items() if i in entered]
+    assert all(0 < sum(b in table for table in tables) == scheduler.blocks.allocator.refs[b] for b in to)
+
+
 def check_queues(scheduler):
-    queues = [scheduler.running, scheduler.preempted, scheduler.waiting]
-    for queue, status in zip(queues, [Status.RUNNING, Status.PREEMPTED, Status.WAITING]):
-        assert all(group.status is status for group in queue)
-        assert sorted(queue, key=lambda group: group.arrival) == list(queue)
+    statuses = [Status.RUNNING], [Status.PREEMPTED, Status.SWAPPED], [Status.WAITING]
+    queues, order = [scheduler.running, scheduler.preempted, scheduler.waiting], scheduler.policy.order
+    for queue, some, key in zip(queues, statuses, [lambda group: group.arrival, order, order]):
+        assert all(group.status in some for group in queue)
+        assert sorted(queue, key=key) == list(queue)
+    scheduler.host.check()
+    swapped = [seq.seq_id for group in scheduler.preempted if group.status is Status.SWAPPED for seq in group.seqs]
+    assert set(scheduler.host.tables) == set(swapped) and not set(swapped) & set(scheduler.blocks.tables)
     groups = [group for queue in queues for group in queue]
     assert len(groups) == len(scheduler.groups) and set(groups) == set(scheduler.groups.values())
     seqs = [seq for group in groups for seq in group.seqs]
@@ -148,11 +188,12 @@ def check_queues(scheduler):
 def step(scheduler, runner, between=(), caller=Greedy()):
     "One step; the ids in `between` are aborted while the plan runs. Returns the plan."
     known, was_running = set(runner.tables), set(scheduler.running)
+    had = {seq_id: list(table.blocks) for seq_id, table in scheduler.blocks.tables.items()}
     oldest = [seq.seq_id for group in scheduler.running[:1] for seq in group.seqs]
     plan = scheduler.schedule()
-    if type(scheduler) is Scheduler and oldest:
+    if scheduler.policy is FCFS and oldest:
         assert {row.seq_id for row in plan.rows} & set(oldest), "the oldest goes on in every step"
-    check(scheduler, plan, known, was_running)
+    check(scheduler, plan, known, was_running, had)
     assert plan.rows or not scheduler.has_unfinished
     read = runner.execute(plan)
     assert set(runner.tables) == scheduler.known
@@ -183,6 +224,7 @@ def idle(scheduler, runner):
     "Nothing is held when nothing is left to do."
     runner.execute(scheduler.schedule())
     assert scheduler.blocks.num_used == 0 and not scheduler.blocks.tables and not runner.tables
+    assert scheduler.host.num_used == 0 and not scheduler.host.tables
     assert runner.entered == runner.left
     assert not (scheduler.running or scheduler.waiting or scheduler.preempted or scheduler.groups)
 
@@ -208,6 +250,12 @@ def test_fake_model_sees_a_wrong_block():
 
 # ---- hypothesis: anything may arrive -----------------------------------------------------
 
+def recoveries(draw, num_blocks):
+    "One of the three, with a pool on the host of up to twice the device's."
+    share, link = draw(st.sampled_from([1, 2, .5, 0, .2])), draw(st.sampled_from([1, 4, .5]))
+    return dict(preemption=draw(st.sampled_from(PREEMPTION)), num_host=int(share * num_blocks), link=link)
+
+
 @st.composite
 def workloads(draw):
     block_size, num_blocks = draw(st.integers(1, 5)), draw(st.integers(2, 12))
@@ -222,7 +270,7 @@ def workloads(draw):
                   watermark=draw(st.sampled_from([0, .01, .3])),
                   max_num_batched_tokens=draw(st.sampled_from(
                       [16, 512, 1, 2, max(1, block_size - 1), block_size, block_size + 1])))
-    return block_size, num_blocks, requests, limits
+    return block_size, num_blocks, requests, limits | recoveries(draw, num_blocks)
 
 
 def serve(scheduler, requests, bound, after_step=lambda: None):
@@ -247,7 +295,7 @@ def serve(scheduler, requests, bound, after_step=lambda: None):
         assert seq.group.status is Status.FINISHED and seq.output == want[:len(seq.output)]
         if not requests[seq.seq_id][3]: assert seq.output == want, seq
     event(f"steps: {'over 50' if now > 50 else 'up to 50'}")
-    event(f"preempted: {scheduler.num_preemptions > 0}")
+    event(f"preempted: {scheduler.num_preemptions > 0}, swapped: {scheduler.num_swaps > 0}")
     return runner
 
 
@@ -255,7 +303,7 @@ def serve(scheduler, requests, bound, after_step=lambda: None):
 @given(workloads())
 def test_anything_equals_solo(workload):
     block_size, num_blocks, requests, limits = workload
-    scheduler = Scheduler(BlockManager(num_blocks, block_size), **limits)
+    scheduler = make(num_blocks, block_size, **limits)
 
     def in_line():
         line = [*scheduler.running, *scheduler.preempted, *scheduler.waiting]
@@ -265,13 +313,13 @@ def test_anything_equals_solo(workload):
     serve(scheduler, requests, sum(n + m for _, n, m, _ in requests), in_line)
 
 
-class AnyVictim(Scheduler):
+class AnyVictim:
     "Another policy: any but the oldest gives way, in an order that looks random."
     turn = 0
 
-    def victim(self):
+    def __call__(self, running):
         self.turn += 1
-        others = self.running[1:] or self.running
+        others = running[1:] or running
         return others[self.turn * 7919 % 13 % len(others)]
 
 
@@ -279,7 +327,7 @@ class AnyVictim(Scheduler):
 @given(workloads())
 def test_any_victim_equals_solo(workload):
     block_size, num_blocks, requests, limits = workload
-    scheduler = AnyVictim(BlockManager(num_blocks, block_size), **limits)
+    scheduler = make(num_blocks, block_size, policy=Policy("any", victim=AnyVictim()), **limits)
     serve(scheduler, requests, 20 * sum(n + m for _, n, m, _ in requests))
 
 
@@ -414,7 +462,8 @@ def asks(draw):
                      None if abort is None else (abort, pick.random() < .5, pick.random() < .5), pick.randrange(30)))
     pins = sum(ask.most(size) for ask, *_ in made if ask.kind == "pin")
     slack = draw(st.sampled_from([0, 1])) + draw(st.sampled_from([0, pins // 2, pins]))
-    return size, max(ask.most(size) for ask, *_ in made) + slack, made, limits
+    num_blocks = max(ask.most(size) for ask, *_ in made) + slack
+    return size, num_blocks, made, limits | recoveries(draw, num_blocks)
 
 
 def any_ask(pick, kind, size, made, shape):
@@ -461,22 +510,18 @@ def serve_asks(scheduler, made, bound, after_step=lambda: None):
     for request_id, done in above.done.items():
         want = [end for end in above.asks[request_id].alone() if end[0] not in above.lost[request_id]]
         assert done == want[:len(done)] and (len(done) == len(want) or request_id in above.aborted), request_id
-    event(f"preempted: {scheduler.num_preemptions > 0}")
+    event(f"preempted: {scheduler.num_preemptions > 0}, swapped: {scheduler.num_swaps > 0}")
     event(f"copied: {runner.copied > 0}")
     event(f"a gang preempted: {any(first.group.num_preemptions and len(above.done[i]) > 1 for i, first in above.first.items())}")
     event(f"shared with others: {any(first.group.num_cached for first in above.first.values())}")
     return runner
 
 
-def scheduler_of(cls, size, num_blocks, caching, limits):
-    return cls(BlockManager(num_blocks, size, enable_prefix_caching=caching), **limits)
-
-
 @settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(asks(), st.booleans())
 def test_anything_that_branches_equals_solo(drawn, caching):
     size, num_blocks, made, limits = drawn
-    scheduler = scheduler_of(Scheduler, size, num_blocks, caching, limits)
+    scheduler = make(num_blocks, size, caching=caching, **limits)
 
     def in_line():
         line = [*scheduler.running, *scheduler.preempted, *scheduler.waiting]
@@ -489,7 +534,7 @@ def test_anything_that_branches_equals_solo(drawn, caching):
 @given(asks(), st.booleans())
 def test_any_victim_that_branches_equals_solo(drawn, caching):
     size, num_blocks, made, limits = drawn
-    scheduler = scheduler_of(AnyVictim, size, num_blocks, caching, limits)
+    scheduler = make(num_blocks, size, caching=caching, policy=Policy("any", victim=AnyVictim()), **limits)
     serve_asks(scheduler, made, 20 * sum(a.width * (len(a.prompt) + a.max_tokens) for a, *_ in made))
 
 
@@ -557,9 +602,7 @@ def test_resumed_row_carries_everything():
 
 
 def test_victim_with_a_row_loses_it():
-    class OldestGoes(Scheduler):
-        def victim(self): return self.running[0]
-    scheduler = make(4, 4, OldestGoes)
+    scheduler = make(4, 4, policy=Policy("oldest goes", victim=lambda running: running[0]))
     a, b, c = add(scheduler, 4, 4, 2)
     runner = FakeRunner(scheduler)
     step(scheduler, runner)
@@ -846,7 +889,8 @@ def test_fork_order_copies_and_places():
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("start, n", [(0, 8), (0, 10), (1, 3)])
 def test_a_gang_returns_and_shares_again(caching, start, n):
-    "Its common tokens are computed once, the tokens of each one alone as well, and no others."
+    """Its common tokens are computed once, the tokens of each one alone as well, and no others. With the
+    cache each finds its own full blocks again, and what they have in common is still there once."""
     scheduler = Scheduler(BlockManager(30, 4, enable_prefix_caching=caching), watermark=0)
     a = gang(scheduler, "A", n, 20, 3, start)
     runner, above = FakeRunner(scheduler), Samples(scheduler)
@@ -855,13 +899,14 @@ def test_a_gang_returns_and_shares_again(caching, start, n):
     assert before == n + 3 * 6 and refs.count(3) == n // 4
     scheduler.preempt(a.group, Draft(512))
     assert scheduler.blocks.num_used == 0 and all(seq.num_computed == 0 for seq in a.group.seqs)
+    found = (n + 6) // 4 * 4            # of each one, its own tokens too; here always more than the prompt
     plan = step(scheduler, runner, caller=above)
-    assert not any(row.samples for row in plan.rows)
     if not caching: assert rows(plan) == [(0, n + 6)], "the first computes what all share"
+    else: assert [row.position for row in plan.rows] == [found] * 3
+    assert any(row.samples for row in plan.rows) == (caching and found == n + 6)
     while not plan.rows[0].samples: plan = step(scheduler, runner, caller=above)
     assert len(plan.rows) == 3
-    found = (n + 6) // 4 * 4 if caching else 0              # of the first one, its own tokens too
-    assert runner.computed - before == n + 3 * 7 - found
+    assert runner.computed - before == (3 * (n + 7 - found) if caching else n + 3 * 7)
     assert refs.count(3) == n // 4 and scheduler.blocks.num_used == n // 4 + 3 * (-(-(n + 7) // 4) - n // 4)
     run_samples(scheduler, runner, above)
     idle(scheduler, runner)
