@@ -13,12 +13,12 @@ from .blocks import blocks_for
 from .sharing import BlockManager, Entry, Root, SharedBlocks
 
 # %% auto #0
-__all__ = ['HostTables', 'HostPool', 'SwapCosts']
+__all__ = ['HostTables', 'Departures', 'Needs', 'HostPool', 'SwapCosts']
 
 # %% ../nbs/04a_swapping.ipynb #host-tables
 class HostTables(SharedBlocks):
-    """Blocks in host memory, and the tables of the sequences that wait there (paper, section 4.5).
-    A block that several tables hold is there once."""
+    """Blocks in host memory, and the tables of the sequences that wait there (paper,
+    section 4.5). A block that several tables hold is there once."""
     def __init__(self, num_blocks: int, block_size: int):
         super().__init__(num_blocks, block_size)
         self.chains: dict[int, list[Entry | Root]] = {}      # what the cache knew of each
@@ -45,20 +45,22 @@ class HostTables(SharedBlocks):
         "The host blocks of these sequences, each once, in order."
         return dict.fromkeys(block for i in seq_ids for block in self.table(i).blocks)
 
-# %% ../nbs/04a_swapping.ipynb #host-pool
-class HostPool(HostTables):
-    "The verbs of a host pool: whole gangs move out, and back."
+# %% ../nbs/04a_swapping.ipynb #departures
+class Departures(HostTables):
+    "How a gang leaves the device."
     def swap_out(self, device: BlockManager, computed: dict[int, int],
                  undone: dict[int, int] | None = None) -> list[tuple[int, int]] | None:
-        """Sequences leave `device`; `computed` has the tokens of each that have keys and values.
+        """Sequences leave `device`; `computed` has the tokens of each that have keys and
+        values. `undone` are copies on write that were planned and will not be made,
+        copy -> original: the original is what moves.
 
-        Returns a (device block, host block) for each block that holds such tokens. None, with
-        nothing changed, if too few host blocks are free. `undone` are copies on write that were
-        planned and will not be made, copy -> original: the original is what moves.
+        Returns a (device block, host block) for each block that holds such tokens. None,
+        with nothing changed, if too few host blocks are free.
         """
         size, undone = self.block_size, undone or {}
-        tables = {i: [undone.get(block, block) for block in
-                      device.table(i).blocks[:blocks_for(n, size)]] for i, n in computed.items()}
+        tables = {i: [undone.get(block, block)
+                      for block in device.table(i).blocks[:blocks_for(n, size)]]
+                  for i, n in computed.items()}
         leaving = dict.fromkeys(block for table in tables.values() for block in table)
         if len(leaving) > self.num_free: return None
         to = dict(zip(leaving, list(islice(self.allocator.queue, len(leaving)))))
@@ -68,12 +70,38 @@ class HostPool(HostTables):
             device.free(i)
         return list(to.items())
 
+# %% ../nbs/04a_swapping.ipynb #needs
+class Needs(Departures):
+    "What it takes to come back."
+    def blocks_needed(self, device: BlockManager, lengths: dict[int, int]) -> int:
+        """Free blocks of `device` that a gang takes to return, and the growth after it:
+        each sequence has at least one more token in `lengths` than it has here."""
+        to = self.stayed({i: self.found(device, i) for i in lengths})
+        fresh = len(self.held(lengths)) - len(to) + device.num_free_of(set(to.values()))
+        growth = sum(self.table(i).blocks_needed(n) for i, n in lengths.items())
+        return fresh + growth + self.copies_needed(lengths)
+
+    def copies_needed(self, seq_ids) -> int:
+        "Copies on write when each of these grows: all writers of a block but the last."
+        writers: Counter = Counter()
+        for table in map(self.table, seq_ids):
+            i = table.num_tokens // self.block_size
+            if i < len(table.blocks): writers[table.blocks[i]] += 1
+        refs = self.allocator.refs
+        return sum(n - (n == refs[block]) for block, n in writers.items())
+
+# %% ../nbs/04a_swapping.ipynb #host-pool
+class HostPool(Needs):
+    "A pool in host memory (paper, section 4.5). Whole gangs move out, and back."
     def swap_in(self, device: BlockManager, seq_ids: list[int]) -> list[tuple[int, int]]:
-        """Sequences return to `device`, and what they shared is shared again. A (host block,
-        device block) for each block whose contents `device` has no more. There must be room."""
+        """Sequences return to `device`, and what they shared is shared again. There must be
+        room: see `blocks_needed`.
+
+        Returns a (host block, device block) for each whose contents `device` has no more.
+        """
         chains = {i: self.found(device, i) for i in seq_ids}
         to, held = self.stayed(chains), self.held(seq_ids)
-        device.begin(-1, list(dict.fromkeys(to.values())), 0)      # a stand-in holds them all
+        device.begin(-1, list(dict.fromkeys(to.values())), 0)   # a stand-in holds them all
         moved = [block for block in held if block not in to]
         have = len(device.table(-1).blocks)
         growth = device.append(-1, 0, reserve=(have + len(moved)) * self.block_size)
@@ -87,22 +115,6 @@ class HostPool(HostTables):
         device.free(-1)
         return pairs
 
-    def blocks_needed(self, device: BlockManager, lengths: dict[int, int]) -> int:
-        "Free blocks of `device` that a return takes, and the growth to these lengths after it."
-        to = self.stayed({i: self.found(device, i) for i in lengths})
-        fresh = len(self.held(lengths)) - len(to) + device.num_free_of(set(to.values()))
-        growth = sum(self.table(i).blocks_needed(n) for i, n in lengths.items())
-        return fresh + growth + self.copies_needed(lengths)
-
-    def copies_needed(self, seq_ids) -> int:
-        "Copies on write when each of these grows: all that write into a block, but the last."
-        writers: Counter = Counter()
-        for table in map(self.table, seq_ids):
-            i = table.num_tokens // self.block_size
-            if i < len(table.blocks): writers[table.blocks[i]] += 1
-        refs = self.allocator.refs
-        return sum(n - (n == refs[block]) for block, n in writers.items())
-
     def check(self) -> None:
         super().check()
         assert self.chains.keys() == self.tables.keys(), "chains and tables differ"
@@ -110,8 +122,8 @@ class HostPool(HostTables):
 # %% ../nbs/04a_swapping.ipynb #costs
 @dataclass(frozen=True)
 class SwapCosts:
-    """What swapping and computing again take, by a simple count: bytes over the link, out and
-    back, against operations. A block has `block_bytes`, a token takes `token_flops`."""
+    """What swapping and computing again take, by a simple count: bytes over the link, out
+    and back, against operations. A block has `block_bytes`, a token takes `token_flops`."""
     block_bytes: int
     token_flops: float
     link_bytes_s: float
