@@ -1,13 +1,20 @@
 "Sampling: exact kept sets, distributions, independence from neighbours, extreme logits, validation."
 import dataclasses
+import itertools
 import math
+import pickle
+import random
+import sys
+import types
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from transformers.generation import logits_process as T
 
 from pagedlm import sampling
-from pagedlm.sampling import SamplingParams, best_samples, make_stream, sample, token_logprobs
+from pagedlm.sampling import SamplingParams, Seen, adjust, best_samples, make_stream, sample, token_logprobs
 
 P, inf, nan = SamplingParams, math.inf, math.nan
 
@@ -27,12 +34,12 @@ def oracle(logits, p):
     z = [float(x) / max(p.temperature, 0.01) for x in logits]
     w = [math.exp(x - max(z)) for x in z]
     order = sorted(range(len(z)), key=lambda i: (-float(logits[i]), i))
+    order = [i for i in order if w[i] >= p.min_p * max(w)]
     if p.top_k > 0: order = order[:p.top_k]
     mass, total, keep = 0.0, sum(w[i] for i in order), []
     for i in order:
         if p.top_p < 1 and keep and mass >= (p.top_p - sampling.SLACK) * total: break
         keep.append(i); mass += w[i]
-    keep = [i for i in keep if w[i] >= p.min_p * max(w)]
     total = sum(w[i] for i in keep)
     return {i: w[i] / total for i in keep}
 
@@ -378,11 +385,20 @@ def test_lengths_must_agree(args):
     ('length_penalty', r'\[-10, 10\]', [-10.1, 10.1, nan, inf, True, None, '1']),
     ('early_stopping', "False, True or 'never'", ['always', 0, 1, None, nan, 0.0, 'False', ['never']]),
     ('skip_special_tokens', 'True or False', [1, 0, None, 'no']),
+    ('include_stop_str_in_output', 'True or False', [1, 0, None, 'no']),
+    ('presence_penalty', r'\[-2, 2\]', [-2.01, 2.01, nan, inf, -inf, True, None, '1', [1]]),
+    ('frequency_penalty', r'\[-2, 2\]', [-2.01, 2.01, nan, inf, -inf, True, None, '1', 1j]),
+    ('repetition_penalty', 'finite number above 0', [0, 0.0, -1, nan, inf, np.float32(inf), Fraction(1, 10**400), True, None, '1', 10**400]),
+    ('min_tokens', 'at least 0 and at most max_tokens = 16', [-1, 17, 1.0, nan, True, None, '2']),
+    ('prompt_logprobs', r'\[0, 20\]', [-1, 21, 1.0, nan, True, False, '5']),
+    ('stop', 'none of them empty', ['', ['a', ''], [''], 5, True, [5], [None], [['a']], b'a', [b'a']]),
+    ('logit_bias', 'finite number', [5, 'a', True, [1], [(1, 2)], {-1: 1}, {'5': 1}, {1.0: 1}, {True: 1}, {None: 1}, {1: nan},
+                                     {1: inf}, {1: -inf}, {1: '5'}, {1: None}, {1: True}, {1: 2, 'abc': 1}]),
 ])
 def test_refused(name, allowed, values):
     for v in values:
         with pytest.raises(ValueError, match=f'{name} must be .*{allowed}.*not') as e: P(**{name: v})
-        assert name == 'stop_token_ids' or repr(v) in str(e.value)      # there: the id at fault
+        if name not in ('stop_token_ids', 'stop', 'logit_bias'): assert repr(v) in str(e.value)      # there: the part at fault
 
 @pytest.mark.parametrize('name, values', [
     ('temperature', [0, 0.0, 2, 2.0, 1e-300, np.float32(.5), np.float64(.5), 1]),
@@ -394,13 +410,19 @@ def test_refused(name, allowed, values):
     ('stop_token_ids', [None, [], [0, 5], (7,), {3}, range(3), np.array([1, 2])]),
     ('n', [1, 2, 64, np.int64(3)]), ('best_of', [None, 1, 5]), ('logprobs', [None, 0, 20]),
     ('use_beam_search', [False]), ('length_penalty', [1, 1.0]), ('early_stopping', [False]),
-    ('ignore_eos', [True, False]), ('skip_special_tokens', [True, False]),
+    ('ignore_eos', [True, False]), ('skip_special_tokens', [True, False]), ('include_stop_str_in_output', [True, False]),
+    ('presence_penalty', [-2, -2.0, 0, 2, np.float32(.5)]), ('frequency_penalty', [-2, 0, 0.0, 2.0, np.float32(.5)]),
+    ('repetition_penalty', [5e-324, .5, 1, 2, 1.7e308, np.float32(1.5), 10**300]),
+    ('min_tokens', [0, 1, 16, np.int64(3)]), ('prompt_logprobs', [None, 0, 20, np.int64(3)]),
+    ('stop', [None, [], (), 'a', ' ', ['a', 'bc'], ('a',), {'a'}, iter(['a', 'b']), 'x' * 10**5, ['\n\n', '\ud83d']]),
+    ('logit_bias', [None, {}, {0: 0}, {9: -100, 3: 100.0}, {np.int64(4): np.float32(2)}, {5: 10**400}, types.MappingProxyType({1: 2})]),
 ])
 def test_accepted(name, values):
     x = randn(1, 10)
     for v in values:
         p = P(**{name: v})
-        assert sample(x, [p], [make_stream(p)]).token_ids[0] in range(10)
+        y = adjust(x, [p], [Seen([1, 2])], [(9,)], [0])
+        assert sample(y, [p], [make_stream(p)]).token_ids[0] in range(10)
 
 def test_one_object_can_serve_many():
     stops = [1, 2]
@@ -411,7 +433,38 @@ def test_one_object_can_serve_many():
     with pytest.raises(ValueError, match='temperature'): dataclasses.replace(p, temperature=3)
     assert dataclasses.replace(p, seed=4).stop_token_ids == (1, 2) and len({p, P(stop_token_ids=[1, 2])}) == 1
 
-@pytest.mark.parametrize('name', ['stop', 'logit_bias', 'temprature'])
+def test_stops_and_biases_are_kept_as_own_copies():
+    bias, stops = {5: 1000, 3: -7, np.int64(2): np.float32(.5), 1: -10**400}, ['a']
+    p = P(logit_bias=bias, stop=stops)
+    bias[9] = 1; stops.append('b')
+    assert p.logit_bias == {5: 100.0, 3: -7.0, 2: 0.5, 1: -100.0} and p.stop == ('a',)
+    assert all(type(i) is int and type(b) is float for i, b in p.logit_bias.items())
+    assert P().stop == P(stop=[]).stop == () and P(stop='abc').stop == ('abc',) and P().logit_bias is P(logit_bias={}).logit_bias is None
+    q = dataclasses.replace(p, seed=4)
+    assert q.logit_bias == p.logit_bias and q.stop == ('a',) and q != p and p == P(logit_bias=dict(p.logit_bias), stop='a')
+    assert hash(p) == hash(P(logit_bias=dict(p.logit_bias), stop='a')) and p != P(stop='a') and pickle.loads(pickle.dumps(p)) == p
+
+def test_a_refused_bias_shows_the_pair_at_fault():
+    with pytest.raises(ValueError, match=r"logit_bias must be .*, not \{'7': 1\}"): P(logit_bias={5: 1, '7': 1})
+    with pytest.raises(ValueError, match=r"stop must be .*, not ''"): P(stop=['a', ''])
+
+@pytest.mark.parametrize('most', [0, 1, 5, None])
+def test_min_tokens_is_at_most_max_tokens(most):
+    for least in (0, 1, 5, 6, 10**9):
+        if most is None or least <= most: assert P(min_tokens=least, max_tokens=most).min_tokens == least
+        else:
+            with pytest.raises(ValueError, match=f'min_tokens must be .* at most max_tokens = {most}, not {least}'):
+                P(min_tokens=least, max_tokens=most)
+
+@pytest.mark.parametrize('kw, penalizes, adjusts', [
+    ({}, False, False), (dict(repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}), False, False),
+    (dict(repetition_penalty=.9), True, True), (dict(frequency_penalty=-1), True, True), (dict(presence_penalty=.1), True, True),
+    (dict(logit_bias={5: 0}), False, True), (dict(min_tokens=3), False, True), (dict(min_tokens=2), False, False),
+    (dict(stop='a', stop_token_ids=[1], temperature=.5, top_p=.5, logprobs=1), False, False)])
+def test_who_asks_for_a_change(kw, penalizes, adjusts):
+    assert P(**kw).penalizes == penalizes and P(**kw).adjusts(2) == adjusts
+
+@pytest.mark.parametrize('name', ['stops', 'guided_json', 'temprature'])
 def test_what_is_not_built_is_not_accepted(name):
     with pytest.raises(TypeError, match=name): P(**{name: 1})
 
@@ -419,11 +472,14 @@ def test_best_of_is_at_least_n_and_gives_the_width():
     assert [P(n=3, best_of=b).width for b in (None, 3, 7)] == [3, 3, 7] and P().width == 1
     with pytest.raises(ValueError, match='best_of must be an integer of at least n = 3, or None, not 2'): P(n=3, best_of=2)
 
-@pytest.mark.parametrize('kw', [dict(), dict(temperature=0), dict(temperature=1), dict(top_k=0), dict(n=4, best_of=6, logprobs=2),
+@pytest.mark.parametrize('kw', [dict(), dict(temperature=0), dict(temperature=1), dict(top_k=0), dict(n=4, best_of=6, logprobs=2), dict(prompt_logprobs=3, logprobs=0),
+                                dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias={}, stop=[], min_tokens=0, stop_token_ids=[3]),
                                 dict(length_penalty=-2), dict(length_penalty=0.0, early_stopping=True), dict(early_stopping='never')])
 def test_beams_accept(kw): assert P(use_beam_search=True, **kw).use_beam_search
 
-@pytest.mark.parametrize('name, values', [('temperature', [.7, 1.1, 1e-9, 2]), ('top_p', [.9]), ('top_k', [1, 5]), ('min_p', [.1]), ('seed', [0, 7])])
+@pytest.mark.parametrize('name, values', [('temperature', [.7, 1.1, 1e-9, 2]), ('top_p', [.9]), ('top_k', [1, 5]), ('min_p', [.1]), ('seed', [0, 7]),
+    ('repetition_penalty', [.9, 1.1]), ('frequency_penalty', [-1, .1]), ('presence_penalty', [-1, .1]), ('logit_bias', [{5: 1}, {5: 0}]),
+    ('min_tokens', [1]), ('stop', ['a', ['a', 'b']]), ('include_stop_str_in_output', [True])])
 def test_beams_draw_nothing(name, values):
     for v in values:
         with pytest.raises(ValueError, match=f'{name} must be .* with use_beam_search, not'): P(use_beam_search=True, **{name: v})
@@ -487,6 +543,254 @@ def test_logprobs_leave_the_logits_alone():
     before = x.clone()
     token_logprobs(x, [0, 1, 2], [3, 0, 5])
     assert torch.equal(x, before)
+
+
+# Adjusting the logits
+
+def seen_of(prompt, output):
+    s = Seen(prompt)
+    for t in output: s.add(t)
+    return s
+
+def adjusted(row, p, prompt, output, ends=()):
+    "One row as the definitions have it, token by token, in Python's float64."
+    out = [float(v) for v in row]
+    for t in range(len(out)):
+        if t in prompt or t in output:
+            out[t] = out[t] / p.repetition_penalty if out[t] > 0 else out[t] * p.repetition_penalty
+        out[t] -= p.frequency_penalty * output.count(t)
+        if t in output: out[t] -= p.presence_penalty
+        out[t] += (p.logit_bias or {}).get(t, 0)
+        if len(output) < p.min_tokens and t in (*ends, *p.stop_token_ids): out[t] = -inf
+    return out
+
+def batch(rows, V=40, seed=0):
+    "Arguments of `adjust` for rows of (params, prompt, output, ends), at random logits."
+    params, prompts, outputs, ends = zip(*rows)
+    seen = [seen_of(a, o) if p.penalizes else None for p, a, o in zip(params, prompts, outputs)]
+    return randn(len(rows), V, seed=seed), list(params), seen, list(ends), [len(o) for o in outputs]
+
+def mixed_rows(n, V=40, seed=0):
+    "Rows that ask for anything from nothing to everything, and texts that repeat themselves."
+    r = random.Random(seed)
+    def some(of): return r.choices(range(V), k=r.randint(0, of))
+    def row():
+        p = P(repetition_penalty=r.choice([1, 1, 1.0, .5, 1.3, 2.0]), frequency_penalty=r.choice([0, 0, -2, .4, 2]),
+              presence_penalty=r.choice([0, 0, -2, .7, 2]), min_tokens=r.choice([0, 0, 1, 5, 50]), max_tokens=None,
+              logit_bias=r.choice([None, {}, {t: r.uniform(-9, 9) for t in some(6)}, {3: -100, 4: 100}]),
+              stop_token_ids=some(3), temperature=r.choice([0, 1]))
+        return p, some(30), some(30), tuple(some(3))
+    return [row() for _ in range(n)]
+
+def test_adjust_equals_the_definitions_in_any_mixture():
+    rows = mixed_rows(300)
+    x, *args = batch(rows)
+    got = adjust(x, *args)
+    for i, (old, new, (p, prompt, output, ends)) in enumerate(zip(x.tolist(), got.tolist(), rows)):
+        assert new == pytest.approx(adjusted(old, p, prompt, output, ends), rel=1e-6, abs=1e-6), i
+    asks = [p.adjusts(len(output)) for p, _, output, _ in rows]
+    assert 10 < asks.count(False) and all(torch.equal(got[i], x[i]) for i, a in enumerate(asks) if not a)
+
+def test_each_adjusted_row_equals_itself_alone():
+    rows = mixed_rows(120, seed=1)
+    x, *args = batch(rows)
+    got = adjust(x, *args)
+    for i in range(120): assert torch.equal(adjust(x[i:i + 1], *(a[i:i + 1] for a in args))[0], got[i])
+    back = adjust(x.flip(0), *(a[::-1] for a in args))
+    assert torch.equal(back.flip(0), got)
+
+def test_adjust_returns_the_same_tensor_when_nobody_asks():
+    x = randn(3, 10).to(torch.bfloat16)
+    assert adjust(x, [P(), P(temperature=0), P(min_tokens=4)], [None] * 3, [(5,)] * 3, [0, 9, 4]) is x
+    assert adjust(x[:0], [], [], [], []).shape == (0, 10)
+
+def test_adjust_leaves_its_input_alone():
+    x, *args = batch(mixed_rows(50, seed=2))
+    before, was = x.clone(), [(s.ids[:], s.counts[:]) if s else None for s in args[1]]
+    got = adjust(x, *args)
+    assert torch.equal(x, before) and not torch.equal(got, before) and got.data_ptr() != x.data_ptr()
+    assert was == [(s.ids, s.counts) if s else None for s in args[1]]
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_adjust_in_other_dtypes_and_layouts(dtype):
+    x, *args = batch(mixed_rows(30, seed=3))
+    x = x.to(dtype)
+    want = adjust(x.float(), *args)
+    assert torch.equal(adjust(x.T.contiguous().T.requires_grad_(), *args), want) and want.dtype == torch.float32
+
+def test_repetition_divides_the_positive_and_multiplies_the_negative():
+    x = torch.tensor([[4., -4., 0., 4., -4., 4.]])
+    got = adjust(x, [P(repetition_penalty=2)], [seen_of([0, 0, 1, 2], [3, 3, 3])], [()], [3])
+    assert got.tolist() == [[2, -8, 0, 2, -4, 4]]              # once each, prompt and output alike
+
+def test_frequency_counts_and_presence_does_not():
+    x, s = torch.zeros(1, 5), seen_of([0, 0, 1], [1, 2, 2, 2])
+    assert adjust(x, [P(frequency_penalty=.5)], [s], [()], [4]).tolist() == [[0, -.5, -1.5, 0, 0]]
+    assert adjust(x, [P(presence_penalty=.5)], [s], [()], [4]).tolist() == [[0, -.5, -.5, 0, 0]]
+    assert adjust(x, [P(presence_penalty=-2, frequency_penalty=-1)], [s], [()], [4]).tolist() == [[0, 3, 5, 0, 0]]
+
+def test_the_order_is_penalties_bias_ends():
+    p = P(repetition_penalty=2, frequency_penalty=1, logit_bias={0: 10, 1: 100}, min_tokens=9, stop_token_ids=[1])
+    got = adjust(torch.tensor([[8., 8., 8.]]), [p], [seen_of([], [0, 0])], [(2,)], [2])
+    assert got.tolist() == [[8 / 2 - 2 + 10, -inf, -inf]]
+
+@pytest.mark.parametrize('bias, want', [(100, 2), (1000, 2), (10**30, 2), (-5, 0), (7.9, 0), (8.1, 2)])
+def test_bias_forces(bias, want):
+    x = torch.tensor([[8., 1., 0., -3.]])
+    got = adjust(x, [P(logit_bias={2: bias})], [None], [()], [0])
+    assert sample(got, [P(temperature=0)], [None]).token_ids == [want]
+    assert got[0, 2] == pytest.approx(min(max(bias, -100), 100)) and torch.equal(got[0, [0, 1, 3]], x[0, [0, 1, 3]])
+
+def test_bias_forbids():
+    x = torch.tensor([[8., 7., 0., -3.]])
+    p = P(logit_bias={0: -100}, temperature=2.0, seed=0)
+    got = sample(adjust(x, [p], [None], [()], [0]).expand(2000, -1), [p] * 2000, [make_stream(p)] * 2000)
+    assert 0 not in got.token_ids and 1 in got.token_ids
+
+@pytest.mark.parametrize('generated, ended', [(0, False), (1, False), (2, False), (3, True), (4, True)])
+def test_min_tokens_forbids_every_end_until_then(generated, ended):
+    x = torch.tensor([[0., 9., 8., 7., 6.]])
+    p = P(min_tokens=3, stop_token_ids=[2, 2, 1], temperature=0)
+    got = adjust(x, [p], [None], [(3, 1)], [generated])
+    assert got.tolist() == (x.tolist() if ended else [[0, -inf, -inf, -inf, 6]])
+
+def test_min_tokens_with_nothing_but_ends_is_an_error_of_that_row():
+    params = [P(min_tokens=1, temperature=0), P(temperature=0)]
+    got = sample(adjust(randn(2, 3), params, [None] * 2, [(0, 1, 2)] * 2, [0, 0]), params, [None] * 2)
+    assert got.token_ids[0] is None and list(got.errors) == [0] and got.token_ids[1] is not None
+
+def test_ids_without_a_logit_touch_nobody():
+    x = randn(3, 8)
+    p = P(repetition_penalty=2, frequency_penalty=1, presence_penalty=1, min_tokens=5,
+          logit_bias={8: 50, 9: -50, 15: 3, 10**30: 1}, stop_token_ids=[8, 16, 10**30])
+    args = [p, P(), p], [seen_of([8, 100, 17], [8, 16, 10**12])] * 3, [(8, 23, 24, 10**9)] * 3, [0] * 3
+    assert torch.equal(adjust(x, *args), x)
+    args[0][1] = P(logit_bias={0: 5})
+    assert torch.equal(adjust(x, *args)[[0, 2]], x[[0, 2]]) and (adjust(x, *args) != x).nonzero().tolist() == [[1, 0]]
+
+ALL = dict(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1, logit_bias={1: 5, 2: -5}, min_tokens=9)
+
+@pytest.mark.parametrize('bad', [nan, inf])
+@pytest.mark.parametrize('where', [0, 1, 2, 3, 4])          # seen, biased, both, an end, none of these
+def test_no_adjustment_hides_a_broken_row(bad, where):
+    p, x = P(**ALL, temperature=0), randn(3, 6)
+    def run(x):
+        params, seen = [p, p, P(temperature=0)], [seen_of([0], [0, 2])] * 2 + [None]
+        return sample(adjust(x, params, seen, [(3,)] * 3, [2] * 3), params, [None] * 3)
+    want = run(x)
+    x[1, where] = bad
+    got = run(x)
+    assert list(got.errors) == [1] and got.token_ids == [want.token_ids[0], None, want.token_ids[2]]
+
+def test_a_masked_token_stays_masked_and_an_empty_row_empty():
+    x = torch.tensor([[-inf, 1., -inf, 2.], [-inf] * 4])
+    p = P(repetition_penalty=.5, presence_penalty=-2, logit_bias={0: 100, 2: 100})
+    got = adjust(x, [p, p], [seen_of([0], [2])] * 2, [()] * 2, [1] * 2)
+    assert torch.equal(got, x)
+
+@pytest.mark.parametrize('r', [5e-324, 1e-300, 1e-40, 1e40, 1e300, 1.7e308])
+def test_extreme_penalties_stay_finite(r):
+    x = torch.tensor([[5., 0., -5., 1e38, -1e38, 1.]])
+    p = P(repetition_penalty=r, temperature=1.0, seed=0)
+    got = adjust(x, [p], [seen_of(range(5), [])], [()], [0])
+    most = torch.finfo(torch.float32).max
+    assert got.isfinite().all() and got[0, 1] == 0 and got[0, 5] == 1
+    assert got[0, [0, 2]].tolist() == pytest.approx([min(5 / r, most), max(-5 * r, -most)], rel=1e-6)
+    assert not sample(got, [p], [make_stream(p)]).errors
+
+def test_seen_grows_and_forks():
+    s = Seen([5, 5, 7, 9])
+    for t in (7, 2, 7): s.add(t)
+    twin = s.copy()
+    twin.add(2); twin.add(0); s.add(5)
+    assert dict(zip(s.ids, s.counts)) == {5: 1, 7: 2, 9: 0, 2: 1}
+    assert dict(zip(twin.ids, twin.counts)) == {5: 0, 7: 2, 9: 0, 2: 2, 0: 1}
+    assert list(Seen([]).ids) == [] and list(Seen().counts) == []
+
+def test_seen_equals_counting_again():
+    r = random.Random(0)
+    prompt, output, s = r.choices(range(50), k=40), [], None
+    s = Seen(prompt)
+    for _ in range(300):
+        output.append(r.randrange(90))
+        s.add(output[-1])
+        if len(output) % 50 == 0: s = s.copy()
+    assert dict(zip(s.ids, s.counts)) == {t: output.count(t) for t in {*prompt, *output}}
+
+@pytest.mark.parametrize('kw', [dict(repetition_penalty=2), dict(frequency_penalty=1), dict(presence_penalty=-1)])
+def test_penalties_need_what_was_seen(kw):
+    with pytest.raises(ValueError, match='row 1 has a penalty: it needs a Seen'):
+        adjust(torch.zeros(2, 4), [P(), P(**kw)], [None] * 2, [()] * 2, [0] * 2)
+
+@pytest.mark.parametrize('cut', range(4))
+def test_adjust_wants_one_of_each(cut):
+    args = [[P(logit_bias={0: 1})] * 2, [None] * 2, [()] * 2, [0] * 2]
+    args[cut] = args[cut][:1]
+    with pytest.raises(ValueError, match='2 rows of logits'): adjust(torch.zeros(2, 4), *args)
+
+def test_no_work_for_each_token_of_the_vocabulary():
+    "Python's own work is that of the rows' wishes, whatever the vocabulary's size."
+    def lines(V):
+        x, *args = batch(mixed_rows(20, V=30, seed=4), V=V)
+        n = 0
+        def count(frame, event, arg):
+            nonlocal n
+            n += frame.f_code.co_filename == sampling.__file__
+            return count
+        sys.settrace(count)
+        try: adjust(x, *args)
+        finally: sys.settrace(None)
+        return n
+    assert lines(40) == lines(40_000)
+
+
+# The same as transformers, where it defines the same
+
+def hf(processor, ids, x): return processor(torch.tensor([ids]), x.clone())
+
+@pytest.mark.parametrize('r', [.3, 1.1, 2.0, 10.0])
+def test_repetition_penalty_is_that_of_transformers(r):
+    for seed in range(20):
+        ids = random.Random(seed).choices(range(60), k=30)
+        x = randn(1, 60, seed=seed)
+        got = adjust(x, [P(repetition_penalty=r)], [seen_of(ids[:10], ids[10:])], [()], [20])
+        torch.testing.assert_close(got, hf(T.RepetitionPenaltyLogitsProcessor(r), ids, x))
+
+def test_logit_bias_is_a_sequence_bias_of_single_tokens():
+    x, bias = randn(1, 60), {3: 2.5, 7: -9.0, 59: 100.0, 0: -100.0}
+    got = adjust(x, [P(logit_bias=bias)], [None], [()], [1])
+    torch.testing.assert_close(got, hf(T.SequenceBiasLogitsProcessor({(i,): b for i, b in bias.items()}), [1, 2], x))
+
+@pytest.mark.parametrize('generated', range(6))
+def test_min_tokens_is_min_new_tokens(generated):
+    x, prompt = randn(1, 60), [1, 2, 3]
+    theirs = T.MinNewTokensLengthLogitsProcessor(len(prompt), 4, [5, 9], device='cpu')
+    got = adjust(x, [P(min_tokens=4, stop_token_ids=[9])], [None], [(5,)], [generated])
+    assert torch.equal(got, hf(theirs, prompt + [0] * generated, x))
+
+def nucleus(p): return T.TopPLogitsWarper(p - sampling.SLACK)      # what is so close has reached p
+
+@pytest.mark.parametrize('name, values, make', [
+    ('temperature', [.1, .7, 1.0, 2.0], lambda v: [T.TemperatureLogitsWarper(v)]),
+    ('top_k', [1, 2, 10, 59, 60, 100], lambda v: [T.TopKLogitsWarper(v)]),
+    ('top_p', [1e-5, .1, .5, .9, .999], lambda v: [nucleus(v)]),
+    ('min_p', [.001, .05, .3, .9, 1.0], lambda v: [T.MinPLogitsWarper(v)]),
+])
+def test_filters_are_those_of_transformers(name, values, make):
+    for v in values:
+        x = randn(20, 60, seed=int(1e6 * v) % 97)
+        same_as_transformers(x, P(**{name: v}), make(v))
+
+def same_as_transformers(x, p, processors):
+    theirs = T.LogitsProcessorList(processors)(torch.zeros(len(x), 1, dtype=torch.long), x.clone())
+    w, want = weights(x, [p] * len(x)), torch.softmax(theirs, -1)
+    assert torch.equal(w > 0, want > 0)
+    torch.testing.assert_close(w / w.sum(-1, keepdim=True), want, rtol=1e-4, atol=1e-7)
+
+def test_all_filters_in_our_order_are_those_of_transformers():
+    for seed, (t, m, k, q) in enumerate(itertools.product((.5, 1., 1.7), (.01, .1, .4), (2, 5, 30), (.3, .6, .95))):
+        chain = [T.TemperatureLogitsWarper(t), T.MinPLogitsWarper(m), T.TopKLogitsWarper(k), nucleus(q)]
+        same_as_transformers(randn(10, 60, seed=seed), P(temperature=t, min_p=m, top_k=k, top_p=q), chain)
 
 
 # Several samples
