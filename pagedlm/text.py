@@ -18,8 +18,9 @@ class ByteRun:
     """Byte tokens in a row. `tokenizers` decodes them all or not at all: if the whole run is
     UTF-8 it is text, otherwise each of its bytes shows as U+FFFD."""
     def __init__(self):
-        self.size, self.broken, self.text = 0, False, ""   # text: held back until the run has ended
-        self.part: list[int] = []                          # tokens of a character that is not whole yet
+        self.size, self.broken = 0, False
+        self.text: list[str] = []      # its characters, held back until the run has ended
+        self.part: list[int] = []      # the tokens of one that is not whole yet
         self.utf8 = codecs.getincrementaldecoder("utf-8")()
 
     def add(self, token: int, byte: int) -> bool:
@@ -92,7 +93,7 @@ def add_byte(d: Detokenizer, token: int, byte: int) -> str:
     if run.broken: return REPLACEMENT
     if run.add(token, byte):
         shown = len(d.decode(d.window))
-        run.text += d.decode(d.window + run.part)[shown:]
+        run.text.append(d.decode(d.window + run.part)[shown:])
         restart(d, run.part)
         run.part = []
     return before + REPLACEMENT * run.size if run.broken else before
@@ -102,7 +103,7 @@ def end_run(d: Detokenizer) -> str:
     run, d.run = d.run, None
     if run.part: restart(d, run.part[-1:])     # a context for what comes
     if run.broken: return ""
-    return REPLACEMENT * run.size if run.part else run.text
+    return REPLACEMENT * run.size if run.part else "".join(run.text)
 
 # %% ../nbs/08a_text.ipynb #stream
 class TextStream:
