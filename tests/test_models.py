@@ -279,8 +279,8 @@ def test_no_weights_no_config(tmp_path):
 # ---- refusals ----------------------------------------------------------------------------
 
 def test_unknown_architecture_is_named(tmp_path):
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*LlamaForCausalLM"): load_model(tmp_path)
+    GPT2Config(architectures=["GPTJForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPTJForCausalLM.*LlamaForCausalLM"): load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "brand-new"}')
     with pytest.raises(ValueError, match="brand-new.*LlamaForCausalLM"): load_model(tmp_path)
     (tmp_path / "config.json").write_text(
