@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PREEMPTION', 'FCFS', 'Status', 'Sequence', 'Row', 'Plan', 'blocks_at_most', 'check_request', 'check_limits',
-           'check_preemption', 'check_width', 'Group', 'Draft', 'QueueFull', 'Policy', 'Queues', 'Endings', 'Pins',
-           'Entries', 'Gangs', 'Recovery', 'Preemption', 'Moves', 'Outcomes', 'Scheduler']
+           'check_width', 'check_preemption', 'Group', 'Draft', 'Policy', 'Queues', 'QueueFull', 'Arrivals', 'Leaving',
+           'Endings', 'Pins', 'Lookups', 'Entries', 'Gangs', 'Recovery', 'Preemption', 'Moves', 'Outcomes', 'Scheduler']
 
 # %% ../nbs/05_scheduling.ipynb #export-imports
 from bisect import insort
@@ -31,7 +31,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    "A prompt and what follows it, and how many of these tokens have their K/V in the cache."
+    "A prompt and what follows it, and how many of these tokens have K/V in the cache."
     seq_id: int
     request_id: str
     prompt: list[int]
@@ -72,15 +72,15 @@ class Row:
 class Plan:
     """One step in plain integers, the same for every worker.
 
-    A runner forgets the tables of `released`, then moves what is swapped out, what is swapped
-    in, and what is copied, and then computes the rows.
+    A runner forgets the tables of `released`, then moves what is swapped out, what is
+    swapped in, and what is copied, and then computes the rows.
     """
     rows: list[Row]
     preempted: list[int] = field(default_factory=list)   # seq_ids that had to give way
     released: list[int] = field(default_factory=list)    # seq_ids gone since the last plan
     copies: list[tuple[int, int]] = field(default_factory=list)   # blocks (from, to)
-    swapped_out: list[tuple[int, int]] = field(default_factory=list)   # (block, host block)
-    swapped_in: list[tuple[int, int]] = field(default_factory=list)    # (host block, block)
+    swapped_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
+    swapped_in: list[tuple[int, int]] = field(default_factory=list)   # (host block, block)
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +88,8 @@ class Plan:
 
 # %% ../nbs/05_scheduling.ipynb #check
 def blocks_at_most(seq: Sequence, block_size: int) -> int:
-    """Blocks that a request can ever hold: the full ones of its prompt once, the rest for each
-    sequence. The K/V of the last token is never written."""
+    """Blocks that a request can ever hold: the full ones of its prompt once, the rest for
+    each sequence. The K/V of the last token is never written."""
     slots = max(len(seq.prompt) + seq.max_tokens - 1, len(seq.prompt))
     full, all_blocks = len(seq.prompt) // block_size, -(-slots // block_size)
     return full + seq.width * (all_blocks - full)
@@ -108,8 +108,8 @@ def check_request(seq: Sequence, blocks: BlockManager, max_model_len: int | None
                          f" (prompt + max_tokens): max_model_len is {max_model_len}")
     need, room = blocks_at_most(seq, blocks.block_size), blocks.num_blocks - pinned
     if need > room:
-        raise ValueError(f"{name} can never be served: {seq.width} x {total - 1} tokens need "
-                         f"{need} blocks of {blocks.block_size}, the pool has {room}"
+        raise ValueError(f"{name} can never be served: {seq.width} x {total - 1} tokens "
+                         f"need {need} blocks of {blocks.block_size}, the pool has {room}"
                          + f" besides {pinned} pinned ones" * (pinned > 0))
 
 # %% ../nbs/05_scheduling.ipynb #limits
@@ -126,6 +126,15 @@ def check_limits(blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens
         raise ValueError(f"max_model_len is {max_model_len}: it must be at least 2 and at "
                          f"most {slots + 1}, for the pool has {slots} slots")
 
+def check_width(seq: Sequence, max_num_seqs: int, max_num_batched_tokens: int):
+    "ValueError if the sequences of a request could never sample in one step."
+    for name, most in [("max_num_seqs", max_num_seqs),
+                       ("max_num_batched_tokens", max_num_batched_tokens)]:
+        if seq.width > most:
+            raise ValueError(f"request {seq.request_id!r} has {seq.width} sequences, which "
+                             f"go through a step together: {name} is {most}")
+
+# %% ../nbs/05_scheduling.ipynb #recovery-limits
 PREEMPTION = ("recompute", "swap", "auto")
 
 def check_preemption(preemption: str, blocks: BlockManager, host: HostPool,
@@ -140,14 +149,6 @@ def check_preemption(preemption: str, blocks: BlockManager, host: HostPool,
                          f"{blocks.block_size}")
     if max_waiting is not None and max_waiting < 1:
         raise ValueError(f"max_waiting is {max_waiting}: it must be at least 1, or None")
-
-def check_width(seq: Sequence, max_num_seqs: int, max_num_batched_tokens: int):
-    "ValueError if the sequences of a request could never sample in one step."
-    for name, most in [("max_num_seqs", max_num_seqs),
-                       ("max_num_batched_tokens", max_num_batched_tokens)]:
-        if seq.width > most:
-            raise ValueError(f"request {seq.request_id!r} has {seq.width} sequences, which go"
-                             f" through a step together: {name} is {most}")
 
 # %% ../nbs/05_scheduling.ipynb #group
 @dataclass(eq=False)
@@ -180,7 +181,7 @@ class Group:
 
     @property
     def num_shared(self) -> int:
-        "Tokens that all sequences begin with; each one's last is its own, it must be computed."
+        "Tokens that all sequences begin with; the last of each is its own to compute."
         first = self.seqs[0]
         same = len(commonprefix([seq.output for seq in self.seqs]))
         return min(len(first.prompt) + same, first.num_tokens - 1)
@@ -210,8 +211,8 @@ class Draft:
         return all(row is not None and row.samples for row in rows)
 
     def take_back(self, seq: Sequence) -> list[tuple[int, int]]:
-        """`seq` is preempted: its row goes, if there was one, and the budget returns. The copies
-        that it would have made, which are not made now."""
+        """`seq` is preempted: its row goes, if there was one, and the budget returns.
+        Returns the copies that it would have made, which are not made now."""
         row = self.rows.pop(seq.seq_id, None)
         self.budget += len(row.tokens) if row else 0
         self.preempted.append(seq.seq_id)
@@ -223,13 +224,10 @@ class Draft:
                     self.swapped_out, self.swapped_in)
 
 # %% ../nbs/05_scheduling.ipynb #policy
-class QueueFull(RuntimeError):
-    "A request was refused because `max_waiting` requests wait already. Nothing is wrong with it."
-
 @dataclass(frozen=True)
 class Policy:
-    """Who comes in first, and who gives way. `order` is a sort key for groups that wait, and must not
-    change meanwhile; `victim` chooses one of those who run, which are in order of arrival."""
+    """Who comes in first, and who gives way. `order` is a sort key for groups that wait,
+    and must not change meanwhile; `victim` chooses one of those who run, by arrival."""
     name: str = "fcfs"
     order: Callable[[Group], Any] = attrgetter("arrival")
     victim: Callable[[list[Group]], Group] = itemgetter(-1)
@@ -238,14 +236,14 @@ FCFS = Policy()
 
 # %% ../nbs/05_scheduling.ipynb #queues
 class Queues:
-    """Every live request, in one of three queues: those who run in order of arrival, and those
-    who wait or were preempted in the order of the policy."""
+    """Every live request, in one of three queues: those who run in order of arrival, and
+    those who wait or were preempted in the order of the policy."""
     def __init__(self, blocks: BlockManager, host: HostPool, policy: Policy,
                  max_model_len: int | None = None, max_waiting: int | None = None):
         self.blocks, self.host, self.policy = blocks, host, policy
         self.max_model_len, self.max_waiting = max_model_len, max_waiting
         self.waiting, self.preempted, self.running = [], [], []     # of groups
-        self.groups, self.sequences = {}, {}      # groups by request_id, sequences by seq_id
+        self.groups, self.sequences = {}, {}      # by request_id, and by seq_id
         self.known, self.released = set(), []     # seq_ids that the runner has; had
         self.num_arrived, self.last_id = 0, -1
         self.refusal, self.missing = None, b""    # see `has_room`
@@ -264,17 +262,23 @@ class Queues:
         return len(held) + sum(blocks_at_most(seq, self.blocks.block_size)
                                for seq in self.pinning.values())
 
+# %% ../nbs/05_scheduling.ipynb #arrivals
+class QueueFull(RuntimeError):
+    "A request was refused: `max_waiting` requests wait already. Nothing is wrong with it."
+
+class Arrivals(Queues):
+    "The door: who may join the line, and who is refused."
     def add(self, seq: Sequence, pin: bool = False):
-        """A new request, which begins as one sequence; ValueError if it can never be served, or
-        its id is in use, QueueFull if too many wait. A `pin` keeps its blocks: see `keep`."""
+        """A new request, which begins as one sequence. ValueError if it can never be served
+        or its id is in use, QueueFull if too many wait. A `pin` stays: see `keep`."""
         check_width(seq, self.max_num_seqs, self.max_num_batched_tokens)
         check_request(seq, self.blocks, self.max_model_len, self.num_pinned)
         in_use = seq.seq_id in self.sequences or seq.seq_id in self.pins
         if in_use or seq.request_id in self.groups:
             raise ValueError(f"request {seq.request_id!r}, sequence {seq.seq_id}: in use")
         if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
-            raise QueueFull(f"request {seq.request_id!r} is refused: {len(self.waiting)} requests"
-                            f" wait, and max_waiting is {self.max_waiting}")
+            raise QueueFull(f"request {seq.request_id!r} is refused: {len(self.waiting)} "
+                            f"requests wait, and max_waiting is {self.max_waiting}")
         if pin:
             self.check_pin(seq)
             self.pinning[seq.request_id] = seq
@@ -283,27 +287,9 @@ class Queues:
         self.num_arrived, self.last_id = self.num_arrived + 1, max(self.last_id, seq.seq_id)
         insort(self.waiting, seq.group, key=self.policy.order)
 
-# %% ../nbs/05_scheduling.ipynb #endings
-class Endings(Queues):
-    "How sequences leave, and with the last one their request."
-    def abort(self, request_id: str) -> bool:
-        "Forget a request, whatever its state; False if there is none (any more)."
-        group = self.groups.get(request_id)
-        for seq in list(group.seqs) if group else (): self.finish(seq.seq_id)
-        return group is not None
-
-    def finish(self, seq_id: int):
-        "This sequence is done; its blocks are free at once. ValueError if it is not live."
-        if seq_id not in self.sequences:
-            raise ValueError(f"sequence {seq_id!r} is not live")
-        self.sequences[seq_id].group.places -= 1
-        self.drop(self.sequences[seq_id])
-
-    def drop(self, seq: Sequence):
-        "Out, but another sequence of the request may take its place."
-        self.release(seq)
-        self.forget(seq)
-
+# %% ../nbs/05_scheduling.ipynb #leaving
+class Leaving(Arrivals):
+    "How a sequence is forgotten: its blocks, its name at the runner, its place in a queue."
     def release(self, seq: Sequence):
         "Its blocks go back, wherever they are."
         for pool in (self.blocks, self.host):
@@ -320,12 +306,36 @@ class Endings(Queues):
         group = seq.group
         del self.sequences[seq.seq_id]
         group.seqs.remove(seq)
-        if group.seqs: return
+        if not group.seqs: self.close(group)
+
+    def close(self, group: Group):
+        "A request that has no sequence left is in no queue."
         queues = {Status.WAITING: self.waiting, Status.RUNNING: self.running}
         queues.get(group.status, self.preempted).remove(group)
         del self.groups[group.request_id]
         self.pinning.pop(group.request_id, None)
         group.status = Status.FINISHED
+
+# %% ../nbs/05_scheduling.ipynb #endings
+class Endings(Leaving):
+    "How sequences leave, and with the last one their request."
+    def abort(self, request_id: str) -> bool:
+        "Forget a request, whatever its state; False if there is none (any more)."
+        group = self.groups.get(request_id)
+        for seq in list(group.seqs) if group else (): self.finish(seq.seq_id)
+        return group is not None
+
+    def finish(self, seq_id: int):
+        "This sequence is done; its blocks are free at once. ValueError if it is not live."
+        if (seq := self.sequences.get(seq_id)) is None:
+            raise ValueError(f"sequence {seq_id!r} is not live")
+        seq.group.places -= 1
+        self.drop(seq)
+
+    def drop(self, seq: Sequence):
+        "Out, but another sequence of the request may take its place."
+        self.release(seq)
+        self.forget(seq)
 
 # %% ../nbs/05_scheduling.ipynb #pins
 class Pins(Endings):
@@ -340,8 +350,8 @@ class Pins(Endings):
             need = blocks_at_most(group.seqs[0], self.blocks.block_size)
             if not group.pin and need > room:
                 raise ValueError(f"{len(seq.prompt)} tokens cannot be pinned now: request "
-                                 f"{group.request_id!r} may need {need} blocks, and the pool "
-                                 f"would have {room} left")
+                                 f"{group.request_id!r} may need {need} blocks, and the "
+                                 f"pool would have {room} left")
 
     def keep(self, seq_id: int):
         "This sequence ends, but its table stays: the prompt, now computed, is pinned."
@@ -354,29 +364,30 @@ class Pins(Endings):
 
     def unpin(self, seq_id: int):
         "Let go of a pinned prefix; sequences that share its blocks keep them."
-        if self.pins.pop(seq_id, None) is None: raise ValueError(f"{seq_id!r} is not pinned")
+        if self.pins.pop(seq_id, None) is None:
+            raise ValueError(f"{seq_id!r} is not pinned")
         self.blocks.free(seq_id)
         self.refusal = None
 
     def pinned_part(self, seq: Sequence) -> tuple[int, int]:
-        "(tokens, pin): the most that `seq` shares with one pinned prefix, short of its last."
+        "(tokens, pin): the most that `seq` shares with one pin, short of its last token."
         if seq.salt is not None or not self.pins: return 0, -1
         tokens = seq.tokens_from(0, seq.num_tokens - 1)
         return max(((len(commonprefix([tokens, pinned])), pin)
                     for pin, pinned in self.pins.items()), default=(0, -1))
 
-# %% ../nbs/05_scheduling.ipynb #entries
-class Entries(Pins):
-    "How a group gets its first table, with what the pool has of its tokens already."
+# %% ../nbs/05_scheduling.ipynb #lookups
+class Lookups(Pins):
+    "What the pool has of a group's tokens already, and what the group needs besides."
     def found(self, seq: Sequence) -> tuple[list[int], int, int]:
-        "What the pool has of its tokens: (cached blocks, pinned tokens, pin); one of the two."
+        "Of its tokens the pool has (cached blocks, pinned tokens, pin), one of the two."
         hits = self.blocks.lookup(seq.tokens_from(0, seq.num_tokens), seq.salt)
         num_pinned, pin = self.pinned_part(seq)
         if num_pinned > len(hits) * self.blocks.block_size: return [], num_pinned, pin
         return hits, 0, -1
 
     def need(self, group: Group) -> int:
-        "Free blocks that a group takes when it enters: all sequences, and all their tokens."
+        "Free blocks that a group takes when it enters: all sequences, all their tokens."
         first, size = group.seqs[0], self.blocks.block_size
         shared = group.num_shared // size if len(group.seqs) > 1 else 0
         needed = shared + len(group.seqs) * (-(-first.num_tokens // size) - shared)
@@ -386,13 +397,17 @@ class Entries(Pins):
         return needed - len(hits) - num_pinned // size + self.blocks.num_free_of(hits)
 
     def need_of_swapped(self, group: Group) -> int:
-        "Free blocks that a group takes when it returns from the host, its next tokens included."
+        "Free blocks that a group takes when it returns from the host and goes on."
         self.missing = b""
-        return self.host.blocks_needed(self.blocks, {s.seq_id: s.num_tokens for s in group.seqs})
+        lengths = {seq.seq_id: seq.num_tokens for seq in group.seqs}
+        return self.host.blocks_needed(self.blocks, lengths)
 
+# %% ../nbs/05_scheduling.ipynb #entries
+class Entries(Lookups):
+    "How a group gets its first table."
     def has_room(self, group: Group, spare: int) -> bool:
-        """Is there room, `spare` blocks left over? A no stands, and is not worked out again, until
-        more blocks are free, or the pool has the block that it looked for in vain."""
+        """Is there room, `spare` blocks left over? A no stands, and is not worked out
+        again, until more blocks are free, or the pool has the block that it missed."""
         then = self.refusal
         if (then and then[:2] == (group, spare) and self.blocks.num_free <= then[2]
                 and then[3] not in self.blocks.cache.entries): return False
@@ -427,12 +442,14 @@ class Gangs(Entries):
             else: self.blocks.fork(first.seq_id, seq.seq_id, shared)
 
     def shares(self, group: Group, budget: int) -> list[tuple[Sequence, int]]:
-        """Who computes how many tokens. All sample in the same step, or none: until each has
-        one token left, the last token of each waits."""
-        if group.decodes: return [(seq, 1) for seq in group.seqs] * (len(group.seqs) <= budget)
+        """Who computes how many tokens. All sample in the same step, or none: until each
+        has one token left, the last token of each waits."""
+        if group.decodes:
+            return [(seq, 1) for seq in group.seqs] if len(group.seqs) <= budget else []
         work, waits = [], len(group.seqs) > 1
         for seq in group.seqs:
-            n = min(seq.remaining - waits, budget) if seq.seq_id in self.blocks.tables else 0
+            here = seq.seq_id in self.blocks.tables
+            n = min(seq.remaining - waits, budget) if here else 0
             if n: work.append((seq, n))
             budget -= n
         return work
@@ -440,14 +457,15 @@ class Gangs(Entries):
 # %% ../nbs/05_scheduling.ipynb #recovery
 class Recovery(Gangs):
     "What becomes of the keys and values of a group that gives way."
-    def swap_out(self, group: Group, undone: dict[int, int]) -> list[tuple[int, int]] | None:
+    def swap_out(self, group: Group,
+                 undone: dict[int, int]) -> list[tuple[int, int]] | None:
         "Move its blocks to the host, each once; None if they are to be computed again."
         if not self.wants_swap(group): return None
         computed = {seq.seq_id: seq.num_computed for seq in group.seqs}
         return self.host.swap_out(self.blocks, computed, undone)
 
     def wants_swap(self, group: Group) -> bool:
-        "Does the mode say so, or the cost? One that has nothing, or is catching up, computes."
+        "Does the mode say so, or the cost? Who has nothing, or is catching up, computes."
         if not all(s.num_computed and s.seq_id in self.blocks.tables for s in group.seqs):
             return False
         if self.preemption != "auto": return self.preemption == "swap"
@@ -457,12 +475,12 @@ class Recovery(Gangs):
         return self.costs.swap_s(len(held)) < self.costs.recompute_s(num_tokens)
 
     def lose(self, seq: Sequence):
-        "Its keys and values are gone: when it returns, one long prompt computes them again."
+        "Its keys and values are gone: when it returns, one long prompt makes them again."
         self.release(seq)
         seq.num_computed = 0
 
     def failed(self, plan: Plan):
-        "`plan` did not run, so what it moves to the host is not there: to be computed again."
+        "`plan` did not run, so what it moves to the host is not there: to compute again."
         for seq_id in plan.preempted:
             if seq_id not in self.host.tables: continue
             self.sequences[seq_id].group.status = Status.PREEMPTED
@@ -480,7 +498,8 @@ class Preemption(Recovery):
                 self.preempt(self.policy.victim(self.running), draft)
             if group.status is not Status.RUNNING: return       # it gave way to itself
             if seq.seq_id not in self.known:             # the runner has yet to hear of it
-                growth = Growth(0, list(self.blocks.table(seq.seq_id).blocks), growth.copies)
+                table = self.blocks.table(seq.seq_id)
+                growth = Growth(0, list(table.blocks), growth.copies)
             draft.give(seq, n, growth)
 
     def grow(self, seq: Sequence, n: int) -> Growth | None:
@@ -489,7 +508,7 @@ class Preemption(Recovery):
         return self.blocks.append(seq.seq_id, n, reserve=seq.num_tokens)
 
     def preempt(self, group: Group, draft: Draft):
-        "All of its blocks go at once, to the host or for good; it returns before anybody new."
+        "All of its blocks go at once, to the host or for good; it returns before new ones."
         here = [seq for seq in group.seqs if seq.seq_id in self.blocks.tables]
         undone = {copy: block for seq in here for block, copy in draft.take_back(seq)}
         pairs = self.swap_out(group, undone)
@@ -510,7 +529,8 @@ class Moves(Preemption):
         line = self.preempted or self.waiting
         if not line or draft.budget < line[0].first_rows: return False
         if not all(g.decodes or draft.samples(g) for g in self.running): return False
-        if sum(g.places for g in self.running) + line[0].places > self.max_places: return False
+        places = sum(g.places for g in self.running) + line[0].places
+        if places > self.max_places: return False
         spare = int(self.watermark * self.blocks.num_blocks) if self.running else 0
         return self.has_room(line[0], spare)
 
@@ -518,7 +538,8 @@ class Moves(Preemption):
         "The first in line comes in, with blocks for all its tokens and a first row."
         group = (self.preempted or self.waiting).pop(0)
         if group.status is Status.SWAPPED:
-            draft.swapped_in += self.host.swap_in(self.blocks, [s.seq_id for s in group.seqs])
+            seq_ids = [seq.seq_id for seq in group.seqs]
+            draft.swapped_in += self.host.swap_in(self.blocks, seq_ids)
         group.status = Status.RUNNING
         insort(self.running, group, key=attrgetter("arrival"))
         self.go_on(group, draft)
@@ -560,17 +581,17 @@ class Scheduler(Outcomes):
     "Decides, step by step, who computes how many tokens; first come, first served."
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int = 64,
                  max_num_batched_tokens: int = 512, max_model_len: int | None = None,
-                 watermark: float = 0.01, max_waiting: int | None = None, policy: Policy = FCFS,
-                 preemption: str = "recompute", host: HostPool | None = None,
-                 costs: SwapCosts | None = None):
+                 watermark: float = 0.01, max_waiting: int | None = None,
+                 policy: Policy = FCFS, preemption: str = "recompute",
+                 host: HostPool | None = None, costs: SwapCosts | None = None):
         host = HostPool(0, blocks.block_size) if host is None else host
         check_limits(blocks, max_num_seqs, max_num_batched_tokens, max_model_len, watermark)
         check_preemption(preemption, blocks, host, costs, max_waiting)
         super().__init__(blocks, host, policy, max_model_len, max_waiting)
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_places = min(max_num_seqs, max_num_batched_tokens)     # so that all can decode
-        self.watermark = watermark
-        self.preemption, self.costs = preemption, costs
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_places = min(max_num_seqs, max_num_batched_tokens)     # all can decode
+        self.watermark, self.preemption, self.costs = watermark, preemption, costs
         self.num_preemptions = self.num_swaps = 0       # all, and those by swapping
 
     @property
@@ -588,12 +609,9 @@ class Scheduler(Outcomes):
         return draft.plan(released)
 
     def update(self, plan: Plan, sampled: dict[int, list[int]]) -> list[Sequence]:
-        """The plan has run; `sampled` has the next tokens of each row that samples, by seq_id:
-        one goes on, several fork the sequence, none drops it.
-
-        Returns the sequences that got a token, forks behind those that they forked from. What
-        left meanwhile is passed over. The caller ends a sequence, by `finish` or `abort`: at
-        `max_tokens` at the latest, and at once if its row should have a token and has none."""
+        """The plan has run. `sampled` has by seq_id the next tokens of rows that sample:
+        one goes on, several fork, none drops. Returns who got a token, forks behind their
+        parents; who left meanwhile is passed over. The caller ends sequences."""
         rows = [row for row in plan.rows if row.seq_id in self.known]
         self.took(rows)
         return [seq for row in rows if row.samples and row.seq_id in sampled
