@@ -20,6 +20,9 @@ $py -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())' ||
 timeout 150 $py -m pytest -q -m cuda tests 2>&1 | tee "$out/pytest.log" || failed=1
 timeout 270 $py -m pagedlm bench kernels --out nbs/results/kernels.jsonl 2>&1 | tee "$out/kernels.log" || failed=1
 cp nbs/results/kernels.jsonl "$out/"
+# the scheduler's time on this host, to set beside a step on its GPU; not for nbs/results
+timeout 60 $py -m pagedlm bench scheduler --contexts 512 8192 --turns 8 --rounds 1 \
+    --out "$out/scheduler.jsonl" > "$out/scheduler.log" 2>&1 || failed=1
 if $py -c 'import nbclient, ipykernel, matplotlib' 2>/dev/null; then
     for nb in nbs/12_benchmarks.ipynb $(grep -l '"#| cuda' nbs/*.ipynb | grep -v 12_); do
         timeout 60 $py .ci/execute.py "$nb" && cp "$nb" "$out/" || failed=1

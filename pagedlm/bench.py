@@ -4,11 +4,14 @@
 
 # %% ../nbs/12_benchmarks.ipynb #imports
 from __future__ import annotations
+import gc
 import json
 import os
+import platform
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,19 +32,25 @@ from .kernels import (
     BLOCK_SIZES, Swapper, launch_pack, pick_backend, planes, torch_copy, torch_write,
     triton_attend, triton_copy, triton_problem, triton_write)
 from .models import Model, ModelConfig, Weights, pick_device, pick_dtype
+from .scheduler import Plan, Scheduler, Sequence
+from .sharing import BlockManager
+from .swapping import HostPool
 
 # %% auto #0
-__all__ = ['ENGINES', 'LENGTHS', 'PAPER_15', 'WAYS', 'TOLERANCE', 'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED',
-           'FIGURE_18A', 'FIGURE_19A', 'SHAPES', 'read_workload', 'check_request', 'pagedlm_engine',
-           'transformers_engine', 'serve_by_manager', 'timed', 'peak_rss_mb', 'check_arguments', 'check_lengths',
-           'throughput', 'cut_prompts', 'served_in_turn', 'saving', 'first_tokens', 'prefix', 'sharing_records', 'Case',
-           'decode', 'attention_bytes', 'attention_flops', 'Rig', 'by_events', 'by_wall', 'take_times', 'spread',
-           'measure_copy', 'roof', 'Paged', 'paginate', 'make_paged', 'exact_attention', 'outcome', 'reason', 'sdpa',
-           'sdpa_calls', 'varlen_call', 'flash_attn_call', 'vllm_call', 'most', 'flashinfer_call', 'peer_calls',
-           'repage', 'our_call', 'other_calls', 'against', 'attention', 'attention_cases', 'figure_18a', 'launches',
-           'moved', 'largest', 'block_write', 'make_pool', 'loop_copy', 'block_copy', 'pack', 'loop_transfer',
-           'swap_ways', 'swap', 'in_turn', 'paper_19a', 'RandomWeights', 'model_shape', 'shape_that_fits', 'recompute',
-           'jobs', 'describe', 'figure_19a', 'kernel_records', 'attempt', 'versions', 'kernel_line']
+__all__ = ['ENGINES', 'LENGTHS', 'PAPER_15', 'WAYS', 'DOOR', 'ARRIVAL', 'BALLAST', 'PRESSED', 'PLAIN', 'COUNTS', 'TOLERANCE',
+           'SDPA', 'PEERS', 'OURS', 'SMOL', 'OPT_13B', 'MIXED', 'FIGURE_18A', 'FIGURE_19A', 'SHAPES', 'read_workload',
+           'check_request', 'pagedlm_engine', 'transformers_engine', 'serve_by_manager', 'timed', 'peak_rss_mb',
+           'check_arguments', 'check_lengths', 'throughput', 'cut_prompts', 'served_in_turn', 'saving', 'first_tokens',
+           'prefix', 'sharing_records', 'Load', 'Step', 'some_tokens', 'timed_step', 'boundary', 'arrival',
+           'at_the_door', 'squeeze', 'gives_way', 'Busy', 'take_turns', 'quantiles', 'scheduler_record', 'machine',
+           'scheduler_records', 'in_rounds', 'Case', 'decode', 'attention_bytes', 'attention_flops', 'Rig', 'by_events',
+           'by_wall', 'take_times', 'spread', 'measure_copy', 'roof', 'Paged', 'paginate', 'make_paged',
+           'exact_attention', 'outcome', 'reason', 'sdpa', 'sdpa_calls', 'varlen_call', 'flash_attn_call', 'vllm_call',
+           'most', 'flashinfer_call', 'peer_calls', 'repage', 'our_call', 'other_calls', 'against', 'attention',
+           'attention_cases', 'figure_18a', 'launches', 'moved', 'largest', 'block_write', 'make_pool', 'loop_copy',
+           'block_copy', 'pack', 'loop_transfer', 'swap_ways', 'swap', 'in_turn', 'paper_19a', 'RandomWeights',
+           'model_shape', 'shape_that_fits', 'recompute', 'jobs', 'describe', 'figure_19a', 'kernel_records', 'attempt',
+           'versions', 'kernel_line']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
@@ -77,12 +86,12 @@ def check_request(r, path: str | Path):
 
 # %% ../nbs/12_benchmarks.ipynb #ours
 @contextmanager
-def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int
+def pagedlm_engine(model, dtype: str, kv_tokens: int, max_num_seqs: int, **options
                    ) -> Iterator[tuple[Callable, Callable]]:
     "(`generate(requests) -> {id: token ids}`, `preemptions() -> int`) of this package."
     from pagedlm.engine import LLM, SamplingParams
     with LLM(model, dtype=dtype, num_blocks=kv_tokens // 16, max_num_seqs=max_num_seqs,
-             enable_prefix_caching=False, progress=True) as llm:
+             enable_prefix_caching=False, progress=True, **options) as llm:
         def generate(requests):
             greedy = partial(SamplingParams, temperature=0, ignore_eos=True)
             params = [greedy(max_tokens=r["max_tokens"]) for r in requests]
@@ -143,9 +152,12 @@ def peak_rss_mb() -> float:
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-def check_arguments(engine: str, threads: int | None, kv_tokens: int):
+def check_arguments(engine: str, threads: int | None, kv_tokens: int, options: dict = {}):
+    "ValueError for what a benchmark cannot run with."
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r}: allowed are {', '.join(ENGINES)}")
+    if options and engine != "pagedlm":
+        raise ValueError(f"engine={engine!r} knows no {', '.join(options)}")
     if kv_tokens < 32 or kv_tokens % 32:   # blocks of 16 here, of 32 in the peer
         raise ValueError(f"kv_tokens must be a multiple of 32, not {kv_tokens}")
     cores = os.cpu_count() or 1
@@ -162,14 +174,15 @@ def check_lengths(ids: dict, requests: list[dict]):
 # %% ../nbs/12_benchmarks.ipynb #throughput
 def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2",
                dtype: str = "auto", threads: int | None = None, kv_tokens: int = 49152,
-               ids_out: str | Path | None = None) -> dict:
+               ids_out: str | Path | None = None, **options) -> dict:
     """Serve a workload, all requests handed over at once, and say how fast. The clock runs
     from the hand-over to the last token of the last request; loading and warm-up do not
-    count. `single_tok_s` is of the request `single`, alone, the median of three runs."""
+    count. `single_tok_s` is of the request `single`, alone, the median of three runs.
+    `options` are further ones of our `LLM`: preemption, num_host_blocks."""
     w = read_workload(workload)
-    check_arguments(engine, threads, kv_tokens)
+    check_arguments(engine, threads, kv_tokens, options)
     if threads: torch.set_num_threads(threads)
-    serving = ENGINES[engine](model, dtype, kv_tokens, max_num_seqs=64)
+    serving = ENGINES[engine](model, dtype, kv_tokens, max_num_seqs=64, **options)
     with serving as (generate, preemptions):
         generate(w["warmup"])
         singles = [timed(lambda: generate([w["single"]])) for _ in range(3)]
@@ -187,7 +200,7 @@ def throughput(workload: str | Path, engine: str = "pagedlm", model="smollm2",
             "out_tok_s": round(n_out / wall, 1),
             "total_tok_s": round((n_in + n_out) / wall, 1),
             "single_tok_s": round(alone, 2), "peak_rss_mb": round(peak_rss_mb(), 1),
-            "preemptions": preempted,
+            "preemptions": preempted, **options,
             "versions": {"pagedlm": __version__, "torch": torch.__version__,
                          "transformers": transformers.__version__}}
 
@@ -271,6 +284,227 @@ def sharing_records(workload: str | Path, model: str = "smollm2", dtype: str = "
     for shape, kind, width in product(shapes, ("parallel", "beam"), (2, 4, 6)):
         yield saving(loaded, workload, shape, kind, width, num_requests) | about
     for way in WAYS: yield prefix(loaded, workload, way) | about
+
+# %% ../nbs/12_benchmarks.ipynb #load
+DOOR, ARRIVAL, BALLAST = 8192, 512, -2      # prompts, in tokens; a seq_id of no request
+
+@dataclass(eq=False)
+class Load:
+    "`num_seqs` sequences that decode, some steps old, and no model; blocks of 16 tokens."
+    num_seqs: int
+    context: int                  # of each, in tokens, at the beginning
+    caching: bool = False
+    room: int = 32                # blocks that each may add
+    in_phase: bool = False        # all enter a new block in the same step
+    width: int = 1                # sequences of a request
+
+    def __post_init__(self):
+        most = blocks_for(self.context, 16) + self.room
+        self.blocks = BlockManager(self.num_seqs * most + blocks_for(DOOR, 16) + self.room,
+                                   16, enable_prefix_caching=self.caching)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=self.num_seqs + 1, watermark=0,
+            max_num_batched_tokens=self.num_seqs * self.context + DOOR,
+            host=HostPool(self.blocks.num_blocks, 16))
+        self.now, step = 0, 0 if self.in_phase else self.width * 16 / self.num_seqs
+        for i in range(self.num_seqs // self.width):
+            self.add(f"r{i}", i, self.context - int(i * step))
+        while self.scheduler.waiting: timed_step(self)
+        for _ in range(16): timed_step(self)
+
+    def add(self, name: str, start: int, length: int) -> None:
+        "A request whose prompt is the numbers from `start` on: no two begin alike."
+        seq = Sequence(self.scheduler.new_id(), name, list(range(start, start + length)),
+                       16 * self.room, self.width)
+        self.scheduler.add(seq)
+
+# %% ../nbs/12_benchmarks.ipynb #timed-step
+@dataclass
+class Step:
+    "A step of the scheduler: a core's microseconds for its halves, and what changed in it."
+    schedule_us: float
+    update_us: float
+    rows: int
+    new_blocks: int               # that the rows name
+    freed_blocks: int             # by who gave way
+    moved_blocks: int             # to the host, or back
+    cached_blocks: int            # that are full now, and can be found
+    preempted: int                # sequences
+
+    @property
+    def us(self) -> float: return self.schedule_us + self.update_us
+
+def some_tokens(load: Load, plan: Plan) -> dict[int, list[int]]:
+    "What a model might have sampled; behind a prompt, a token for each sequence to be."
+    load.now += 1
+    def width(row): return load.width if row.position == 0 else 1
+    return {row.seq_id: [(row.seq_id * 7919 + load.now + k) % 49152
+                         for k in range(width(row))] for row in plan.rows if row.samples}
+
+def timed_step(load: Load) -> Step:
+    "One step. What happens between its two halves is not on the clock."
+    free, clock = load.blocks.num_free, time.thread_time    # not while others have the core
+    start = clock()
+    plan = load.scheduler.schedule()
+    took = clock() - start
+    tokens, new = some_tokens(load, plan), sum(len(row.blocks) for row in plan.rows)
+    freed, cached = load.blocks.num_free - free + new, len(load.blocks.cache.entries)
+    start = clock()
+    load.scheduler.update(plan, tokens)
+    took_update = clock() - start
+    return Step(took * 1e6, took_update * 1e6, len(plan.rows), new, max(freed, 0),
+                len(plan.swapped_out) + len(plan.swapped_in),
+                len(load.blocks.cache.entries) - cached, len(plan.preempted))
+
+# %% ../nbs/12_benchmarks.ipynb #cycles
+def boundary(load: Load) -> dict[str, Step]:
+    "All sequences fill a block in one step, and enter a new one in the next."
+    steps = [timed_step(load)]
+    while len(steps) < 4 or not steps[-1].new_blocks: steps.append(timed_step(load))
+    return dict(zip(("no new block", "all fill one", "all enter one"), steps[-3:]))
+
+def arrival(load: Load) -> dict[str, Step]:
+    "A prompt of 512 tokens comes in, and leaves again."
+    timed_step(load)
+    load.add("new", 10_000 * (load.now + 1), ARRIVAL)
+    step = timed_step(load)
+    load.scheduler.abort("new")
+    timed_step(load)                                # the runner is told
+    return {"arrival": step, "decode": timed_step(load)}
+
+def at_the_door(load: Load) -> dict[str, Step]:
+    "One with 8,192 tokens is refused, and asks again; it begins as another that runs."
+    timed_step(load)
+    load.scheduler.watermark = .99                  # nobody new while somebody runs
+    load.add("waits", 0, DOOR)
+    asks, waits = timed_step(load), timed_step(load)
+    load.scheduler.abort("waits")
+    load.scheduler.watermark = 0
+    return {"asks": asks, "waits": waits, "decode": timed_step(load)}
+
+# %% ../nbs/12_benchmarks.ipynb #squeeze
+def squeeze(load: Load, leave: int = 0) -> None:
+    "A table that belongs to nobody takes the free blocks but `leave`, whatever they hold."
+    table = load.blocks.tables.get(BALLAST)
+    blocks = load.blocks.num_free - leave + (len(table.blocks) if table else 0)
+    load.blocks.append(BALLAST, 0, reserve=16 * blocks)
+
+def gives_way(load: Load, way: str, leaves: str, returns: str) -> dict[str, Step]:
+    "The pool is full, the last one gives way; there is room again, and it returns."
+    load.scheduler.preemption = way
+    squeeze(load, load.num_seqs // 8)               # a step or two
+    while not (left := timed_step(load)).preempted: pass
+    squeeze(load)                                   # what it left behind is overwritten
+    load.blocks.free(BALLAST)
+    return {leaves: left, returns: timed_step(load), "decode": timed_step(load)}
+
+# %% ../nbs/12_benchmarks.ipynb #scheduler-turns
+PRESSED = {"recompute": ("lost", "computed again"), "swap": ("swapped out", "swapped in")}
+PLAIN = "decode", "no new block"       # what the others are compared with
+
+class Busy:
+    "The loads of one context length, and a turn of all cycles."
+    def __init__(self, num_seqs: int, context: int, caching: bool, turns: int):
+        make = partial(Load, num_seqs, context, caching, room=turns + 16)
+        self.single, self.phased, self.gangs = make(), make(in_phase=True), make(width=4)
+
+    def cycles(self) -> list[Callable[[], dict[str, Step]]]:
+        return [self.side_by_side, partial(boundary, self.phased),
+                *(partial(f, self.single) for f in (arrival, at_the_door)),
+                *(partial(gives_way, self.single, way, *names)
+                  for way, names in PRESSED.items())]
+
+    def side_by_side(self) -> dict[str, Step]:
+        for load in (self.single, self.gangs): timed_step(load)
+        return {"gangs of 4": timed_step(self.gangs), "decode": timed_step(self.single)}
+
+def take_turns(busy: dict[tuple, Busy], turns: int, tick: Callable[[], object]
+               ) -> Iterator[tuple[tuple, dict[str, Step]]]:
+    "(key, steps) of each cycle of each one, after a turn to warm up; nothing collects."
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(turns + 1):
+            for i, _ in enumerate(next(iter(busy.values())).cycles()):
+                for key in list(busy)[::1 if turn % 2 else -1]:
+                    steps = busy[key].cycles()[i]()
+                    if turn: yield key, steps
+            tick()
+    finally: gc.enable()
+
+# %% ../nbs/12_benchmarks.ipynb #scheduler-record
+def quantiles(values: list[float]) -> dict[str, float]:
+    "The median, and what a tenth is below or above."
+    ordered, n = sorted(values), len(values)
+    return {name: round(x, 2) for name, x in (
+        ("median", statistics.median(ordered)), ("p10", ordered[n // 10]),
+        ("p90", ordered[n - 1 - n // 10]))}
+
+COUNTS = "rows", "new_blocks", "freed_blocks", "moved_blocks", "cached_blocks"
+
+def scheduler_record(pairs: list[tuple[Step, Step]], shortest: list[tuple[Step, Step]]
+                     ) -> dict:
+    """Of (step, plain step of its cycle) in turn, beside the same at the shortest context,
+    from which `us_per_block` is a slope where that changes fewer blocks."""
+    steps = [step for step, _ in pairs]
+    def middle(key, pairs=pairs):
+        return statistics.median(getattr(a, key) - getattr(b, key) for a, b in pairs)
+    def changed(pairs): return round(max(middle(key, pairs) for key in COUNTS[1:]))
+    extra, blocks, fewer = middle("us"), changed(pairs), changed(shortest)
+    base = (middle("us", shortest), fewer) if fewer < blocks else (0, 0)
+    per_block = round((extra - base[0]) / (blocks - base[1]), 2) if blocks else None
+    return {**{key: quantiles([getattr(step, key) for step in steps]) for key in
+               ("schedule_us", "update_us", "us")},
+            **{key: statistics.median_low(getattr(step, key) for step in steps)
+               for key in COUNTS}, "samples": len(steps), "extra_us": round(extra, 1),
+            "changed_blocks": blocks, "us_per_block": per_block,
+            "ratio": quantiles([a.us / b.us for (a, _), (b, _) in zip(pairs, shortest)])}
+
+def machine() -> dict:
+    "What a time belongs to. The load counts those who want a core, this process included."
+    file = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in file.read_text().splitlines()
+             if line.startswith("model name")] if file.exists() else []
+    return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "load_average": [round(x, 2) for x in os.getloadavg()]}
+
+# %% ../nbs/12_benchmarks.ipynb #scheduler-records
+def scheduler_records(num_seqs: int = 256, contexts: tuple[int, ...] = (512, 2048, 8192),
+                      turns: int = 20, rounds: int = 5, progress: bool = False
+                      ) -> Iterator[dict]:
+    """What a step of the scheduler costs without a model: a record for each case, context
+    and prefix caching off and on, when all is measured. `ratio` is to the shortest context,
+    turn by turn; `extra_us` is what a plain step of the same cycle does not cost.
+    ValueError for sizes that it cannot take."""
+    if num_seqs < 16 or num_seqs % 16:
+        raise ValueError(f"num_seqs must be a multiple of 16, not {num_seqs}")
+    if not contexts or min(contexts) < 32:
+        raise ValueError(f"contexts must be of 32 tokens or more, not {list(contexts)}")
+    if turns < 1 or rounds < 1:
+        raise ValueError(f"turns and rounds must be 1 or more, not {turns} and {rounds}")
+    return in_rounds(num_seqs, sorted(set(contexts)), turns, rounds, progress)
+
+def in_rounds(num_seqs: int, contexts: list[int], turns: int, rounds: int, progress: bool
+              ) -> Iterator[dict]:
+    "The records. Each round has new loads, since contexts grow by a token a step."
+    from tqdm import tqdm
+    before, found = machine()["load_average"], defaultdict(list)
+    with tqdm(total=rounds * (turns + 1), disable=not progress, unit="turn") as bar:
+        for _ in range(rounds):
+            busy = {(context, caching): Busy(num_seqs, context, caching, turns)
+                    for context, caching in product(contexts, (False, True))}
+            for key, steps in take_turns(busy, turns, bar.update):
+                plain = next(steps[name] for name in PLAIN if name in steps)
+                for name, step in steps.items(): found[name, *key].append((step, plain))
+            del busy
+    about = {"num_seqs": num_seqs, "block_size": 16, "turns": turns, "rounds": rounds,
+             "clock": "CPU time of the thread", "gc": "disabled while timing",
+             "pagedlm": __version__, "machine": machine() | {"load_average_before": before}}
+    for (case, *key), pairs in sorted(found.items(), key=lambda x: x[0][1:]):
+        made = scheduler_record(pairs, found[case, contexts[0], key[1]])
+        yield dict(bench="scheduler", case=case, context=key[0], prefix_caching=key[1],
+                   **made, **about)
 
 # %% ../nbs/12_benchmarks.ipynb #case
 @dataclass(frozen=True)

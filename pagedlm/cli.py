@@ -14,8 +14,8 @@ from . import __version__
 
 # %% auto #0
 __all__ = ['DTYPES', 'pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'bench_sharing',
-           'positive', 'model_options', 'add_generate', 'add_bench', 'add_throughput', 'add_kernels', 'add_sharing',
-           'parser', 'main']
+           'bench_scheduler', 'positive', 'model_options', 'add_generate', 'add_bench', 'add_throughput', 'add_kernels',
+           'add_sharing', 'add_scheduler', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -64,8 +64,10 @@ def finish(args: argparse.Namespace, out, stats, seconds: float) -> int:
 def bench_throughput(args: argparse.Namespace) -> int:
     "Serve a workload file and print one JSON object."
     from pagedlm.bench import throughput
+    asked = {"preemption": args.preemption, "num_host_blocks": args.num_host_blocks}
     result = throughput(args.workload, args.engine, args.model, args.dtype, args.threads,
-                        args.kv_tokens, args.ids_out)
+                        args.kv_tokens, args.ids_out,
+                        **{name: x for name, x in asked.items() if x is not None})
     print(json.dumps(result, indent=None if args.json else 2))
     return 0
 
@@ -92,6 +94,18 @@ def bench_sharing(args: argparse.Namespace) -> int:
     shapes = ["alpaca", "sharegpt"] if args.shape == "all" else [args.shape]
     with open(args.out or os.devnull, "a") as out:
         for record in sharing_records(args.workload, args.model, args.dtype, shapes, args.requests):
+            print(json.dumps(record), flush=True)
+            print(json.dumps(record), file=out, flush=True)
+    return 0
+
+# %% ../nbs/13_cli.ipynb #scheduler
+def bench_scheduler(args: argparse.Namespace) -> int:
+    "Print a record for each case, and append it to a file."
+    from pagedlm.bench import scheduler_records
+    records = scheduler_records(args.seqs, args.contexts, args.turns, args.rounds,
+                                progress=True)      # refused before there is a file
+    with open(args.out or os.devnull, "a") as out:
+        for record in records:
             print(json.dumps(record), flush=True)
             print(json.dumps(record), file=out, flush=True)
     return 0
@@ -146,6 +160,7 @@ def add_bench(sub):
     add_throughput(kinds)
     add_kernels(kinds)
     add_sharing(kinds)
+    add_scheduler(kinds)
 
 def add_throughput(kinds):
     p = kinds.add_parser("throughput", help="tokens/s on a workload file",
@@ -161,6 +176,11 @@ def add_throughput(kinds):
                    help="of PyTorch (default: its own choice)")
     p.add_argument("--kv-tokens", type=positive, default=49152, metavar="N",
                    help="pool size in tokens (default: 49152)")
+    p.add_argument("--preemption", choices=["recompute", "swap", "auto"],
+                   help="what a request that gives way does, in a pool that is too small "
+                   "(default: auto, what should take less time; pagedlm only)")
+    p.add_argument("--num-host-blocks", type=positive, metavar="N",
+                   help="blocks in host memory, for swapping (default: from free memory)")
     p.add_argument("--ids-out", metavar="FILE", help="write {id: token ids} there")
     p.add_argument("--json", action="store_true", help="on one line")
     p.set_defaults(run=bench_throughput)
@@ -201,6 +221,25 @@ def add_sharing(kinds):
                    help="of PyTorch (default: its own choice)")
     p.add_argument("--out", metavar="FILE", help="append the records there, as JSON lines")
     p.set_defaults(run=bench_sharing)
+
+# %% ../nbs/13_cli.ipynb #add-scheduler
+def add_scheduler(kinds):
+    p = kinds.add_parser("scheduler", help="the scheduler alone, without a model",
+                         description="Time schedule() and update() on the CPU, without a "
+                         "model, while sequences decode, arrive, wait, or give way: "
+                         "microseconds a step, rows and blocks, and how much more long "
+                         "contexts cost. One thread, no GPU; some five minutes and 1.5 GB "
+                         "as it stands. All is measured in turn: records come at the end.")
+    p.add_argument("--seqs", type=positive, default=256, metavar="N",
+                   help="that run; a multiple of 16 (default: 256)")
+    p.add_argument("--contexts", type=positive, nargs="+", default=[512, 2048, 8192],
+                   metavar="N", help="their tokens, 32 or more (default: 512 2048 8192)")
+    p.add_argument("--turns", type=positive, default=20, metavar="N",
+                   help="timed steps of each case in a round (default: 20)")
+    p.add_argument("--rounds", type=positive, default=5, metavar="N",
+                   help="with new sequences each (default: 5)")
+    p.add_argument("--out", metavar="FILE", help="append the records there, as JSON lines")
+    p.set_defaults(run=bench_scheduler)
 
 # %% ../nbs/13_cli.ipynb #main
 def parser() -> argparse.ArgumentParser:

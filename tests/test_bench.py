@@ -1,4 +1,6 @@
-"The kernels' benchmark: its records, its counts, its clock, its checks, and what it does without a GPU or a peer."
+"The benchmarks of the kernels and of the scheduler: records, counts, clocks, checks, and what they do without a GPU or a peer."
+import collections
+import gc
 import json
 import subprocess
 import sys
@@ -358,3 +360,170 @@ def test_records_of_a_gpu():
         assert r["us"] > 0 and (r["backend"] == "triton" or r["case"] == "copy")
     copies = [r for r in rows if r["case"] == "block copy"]
     assert all(r["launches"] is None or r["launches"]["triton"]["kernels"] == 1 for r in copies)
+
+
+# --- the scheduler alone
+
+CASES = {"decode", "no new block", "all fill one", "all enter one", "arrival", "asks", "waits", "gangs of 4", "lost",
+         "computed again", "swapped out", "swapped in"}
+
+
+@pytest.fixture(scope="module")
+def scheduler_rows(tmp_path_factory):
+    out = tmp_path_factory.mktemp("scheduler") / "rows.jsonl"
+    out.write_text('{"earlier": true}\n')
+    run = subprocess.run([sys.executable, "-m", "pagedlm", "bench", "scheduler", "--seqs", "16", "--contexts", "128", "32",
+                          "--turns", "3", "--rounds", "2", "--out", str(out)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"earlier": True}, *rows]
+    return {(r["case"], r["context"], r["prefix_caching"]): r for r in rows}
+
+
+def test_scheduler_records_are_complete(scheduler_rows):
+    assert set(scheduler_rows) == {(c, n, on) for c in CASES for n in (32, 128) for on in (False, True)}
+    for r in scheduler_rows.values():
+        assert (r["bench"], r["num_seqs"], r["block_size"], r["turns"], r["rounds"]) == ("scheduler", 16, 16, 3, 2)
+        assert r["gc"] == "disabled while timing" and r["clock"] == "CPU time of the thread"
+        assert set(r["machine"]) == {"cpu", "cores", "python", "load_average", "load_average_before"}
+        for key in ("schedule_us", "update_us", "us", "ratio"):
+            assert 0 < r[key]["p10"] <= r[key]["median"] <= r[key]["p90"]
+        assert r["samples"] == (5 if r["case"] == "decode" else 1) * 6         # five of the cycles have a plain step of this kind
+        if r["context"] == 32: assert r["ratio"] == {"median": 1, "p10": 1, "p90": 1}
+        if r["case"] in ("decode", "no new block"): assert r["extra_us"] == 0 and r["us_per_block"] is None
+
+
+def test_scheduler_records_count_what_changed(scheduler_rows):
+    for (case, context, caching), r in scheduler_rows.items():
+        rows, new, freed, moved = (r[k] for k in ("rows", "new_blocks", "freed_blocks", "moved_blocks"))
+        assert rows == {"arrival": 17, "lost": 15, "swapped out": 15}.get(case, 16)
+        most = context // 16 + 36
+        if case in ("no new block", "all fill one"): assert new == 0
+        if case == "all enter one": assert new == r["changed_blocks"] == 16
+        if case == "all fill one": assert r["cached_blocks"] == r["changed_blocks"] == 16 * caching
+        if case == "arrival": assert 32 <= new <= 34 and 32 * caching <= r["cached_blocks"] <= 34 * caching
+        if case in ("lost", "swapped out"): assert context // 16 <= freed <= most
+        else: assert freed == 0
+        if case == "swapped out": assert moved == pytest.approx(freed, abs=1)
+        elif case == "swapped in": assert context // 16 <= moved <= most and new >= moved
+        else: assert moved == 0
+
+
+def calls_of(load):
+    "Function calls of a step, by name: no clock is needed to see what grows."
+    seen = collections.Counter()
+    def note(frame, event, arg):
+        if event == "call": seen[frame.f_code.co_name] += 1
+        if event == "c_call": seen[arg.__name__] += 1
+    def watched(f, *args):
+        sys.setprofile(note)
+        try: return f(*args)
+        finally: sys.setprofile(None)
+    plan = watched(load.scheduler.schedule)
+    watched(load.scheduler.update, plan, bench.some_tokens(load, plan))
+    return seen
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"in_phase": True}, {"width": 4}])
+def test_a_step_makes_the_same_calls_at_any_context(kind, caching):
+    loads = [bench.Load(32, context, caching, **kind) for context in (64, 1024)]
+    for _ in range(18):                        # a block's length and more
+        short, long = map(calls_of, loads)
+        assert short == long and sum(short.values()) > 32 * 20
+    for load in loads: load.blocks.check()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_who_waits_costs_the_same_at_any_context_once_refused(caching):
+    found = []
+    for context in (64, 1024):
+        load = bench.Load(16, context, caching)
+        load.scheduler.watermark = .99
+        load.add("waits", 0, bench.DOOR)
+        asks, waits = calls_of(load), calls_of(load)
+        found.append((sum(asks.values()), waits))
+    assert found[0][1] == found[1][1]
+    assert (found[1][0] > found[0][0] + 100) == caching             # asking anew looks up each block that it might share
+
+
+def test_each_cycle_ends_as_it_began():
+    busy = bench.Busy(16, 64, True, turns=4)
+    for _ in range(4):
+        for cycle in busy.cycles(): cycle()
+        for load in (busy.single, busy.phased, busy.gangs):
+            load.blocks.check(), load.scheduler.host.check()
+            assert len(load.scheduler.running) == 16 // load.width and not load.scheduler.waiting + load.scheduler.preempted
+            assert bench.BALLAST not in load.blocks.tables and not load.scheduler.host.tables
+
+
+def test_the_collector_is_back_whatever_happens():
+    assert gc.isenabled()
+    turns = bench.take_turns({0: bench.Busy(16, 32, False, 1)}, 1, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        for _ in turns: assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def fake_step(us, new=0, freed=0, moved=0, cached=0):
+    return bench.Step(us - 1, 1, 16, new, freed, moved, cached, 0)
+
+
+def test_what_a_block_costs_by_hand():
+    plain = fake_step(100, new=1)
+    few, many = [(fake_step(130, 1, freed=10), plain)] * 3, [(fake_step(190, 1, freed=40), plain)] * 3
+    r = bench.scheduler_record(many, few)                # a slope: (90 - 30) us for 30 blocks more
+    assert (r["extra_us"], r["changed_blocks"], r["us_per_block"], r["ratio"]["median"]) == (90, 40, 2, 1.46)
+    assert bench.scheduler_record(few, few)["us_per_block"] == 3
+    assert bench.scheduler_record([(plain, plain)], [(plain, plain)])["us_per_block"] is None
+    assert bench.quantiles(list(range(1, 11))) == {"median": 5.5, "p10": 2, "p90": 9}
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--seqs", "100"], "num_seqs must be a multiple of 16, not 100"), (["--contexts", "16", "512"], "32 tokens or more, not [16, 512]")])
+def test_sizes_that_cannot_be_are_one_line(tmp_path, capsys, args, message):
+    out = tmp_path / "out.jsonl"
+    assert main(["bench", "scheduler", *args, "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and len(said.err.splitlines()) == 1 and not said.out and not out.exists()
+    for bad in (["--turns", "0"], ["--rounds", "x"], ["--contexts"]):
+        with pytest.raises(SystemExit) as e: main(["bench", "scheduler", *bad])
+        assert e.value.code == 2
+    with pytest.raises(ValueError, match="turns and rounds must be 1 or more, not 0 and 5"): bench.scheduler_records(turns=0)
+
+
+def test_help_of_the_scheduler_benchmark(capsys):
+    with pytest.raises(SystemExit) as e: main(["bench", "scheduler", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert e.value.code == 0 and "default: 512 2048 8192" in said and "without a model" in said and "microseconds a step" in said
+
+
+# --- throughput: how a request gives way
+
+@pytest.fixture
+def short_workload(tmp_path):
+    row = {"id": 0, "prompt_token_ids": list(range(3, 23)), "max_tokens": 30}
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps({"requests": [row | {"id": i} for i in range(3)], "warmup": [row], "single": row | {"id": "one"}}))
+    return file
+
+
+def test_the_peer_knows_no_preemption(capsys, short_workload):
+    assert main(["bench", "throughput", "--workload", str(short_workload), "--engine", "transformers", "--preemption", "swap"]) == 2
+    assert capsys.readouterr().err == "pagedlm: error: engine='transformers' knows no preemption\n"
+    with pytest.raises(SystemExit): main(["bench", "throughput", "--workload", str(short_workload), "--preemption", "drop"])
+
+
+@pytest.mark.parametrize("ask", [{}, {"preemption": "recompute"}, {"preemption": "swap", "num_host_blocks": 64}])
+def test_throughput_passes_on_how_to_give_way(monkeypatch, short_workload, ask, capsys):
+    asked = []
+    @bench.contextmanager
+    def fake(model, dtype, kv_tokens, max_num_seqs, **options):
+        asked.append(options)
+        counts = iter([2, 7])
+        yield lambda rows: {r["id"]: [1] * r["max_tokens"] for r in rows}, lambda: next(counts)
+    monkeypatch.setitem(bench.ENGINES, "pagedlm", fake)
+    flags = [x for name, value in ask.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["bench", "throughput", "--workload", str(short_workload), "--json", *flags]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert asked == [ask] and out["preemptions"] == 5 and {k: out[k] for k in ask} == ask and ("preemption" in out) == bool(ask)
