@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 
-from pagedlm.scheduler import FCFS, PREEMPTION, Draft, Policy, Scheduler, Sequence, Status
+from pagedlm.scheduler import FCFS, PREEMPTION, Draft, Policy, QueueFull, Scheduler, Sequence, Status
 from pagedlm.sharing import BlockManager
 from pagedlm.swapping import HostPool, SwapCosts
 
@@ -159,9 +159,12 @@ def check(scheduler, plan, known, was_running, had):
 
 
 def check_swaps(scheduler, plan, was_running, had):
-    "What moves belongs to those who leave and those who return, each block once."
+    """What moves belongs to those who leave and those who return, each block once for each request: two
+    that found the same prefix in the cache take a copy each."""
     (out, to_host), (of_host, to) = (list(zip(*pairs)) or [(), ()] for pairs in (plan.swapped_out, plan.swapped_in))
-    for numbers in (out, to_host, of_host, to): assert len(set(numbers)) == len(numbers), "each once"
+    owner = {b: seq.request_id for i, seq in scheduler.sequences.items() for b in held(scheduler.host, [i])}
+    out_of = [(b, owner[host]) for b, host in plan.swapped_out]
+    for moved in (out_of, to_host, of_host, to): assert len(set(moved)) == len(moved), "each once"
     assert set(out) <= {b for i in plan.preempted for b in had.get(i, ())}, "what a victim had before"
     assert set(to_host) == held(scheduler.host, plan.preempted), "and each block that it has there"
     entered = [seq.seq_id for group in scheduler.running if group not in was_running for seq in group.seqs]
@@ -399,10 +402,15 @@ class Branching(Greedy):
         room, need = blocks.num_blocks - held, ask.most(blocks.block_size)
         crowded = ask.kind == "pin" and any(a.most(blocks.block_size) > room - need for a in others)
         assert self.scheduler.num_pinned == held
-        if need > room or crowded:
-            with pytest.raises(ValueError, match=rf"{len(ask.prompt)} tokens cannot be pinned|{request_id}.*{room} besides {held} pin"):
+        full = (most := self.scheduler.max_waiting) is not None and len(self.scheduler.waiting) >= most
+        if need > room or crowded and not full:
+            with pytest.raises(ValueError, match=rf"{len(ask.prompt)} tokens cannot be pinned|{request_id}.* has {room}" + f" besides {held} pin" * (held > 0)):
                 self.scheduler.add(seq, pin=ask.kind == "pin")
             event("refused beside pins")
+            return False
+        if full:
+            with pytest.raises(QueueFull, match=f"{request_id!r} is refused: {most} requests wait"):
+                self.scheduler.add(seq, pin=ask.kind == "pin")
             return False
         self.scheduler.add(seq, pin=ask.kind == "pin")
         self.tags[seq.seq_id], self.asks[request_id], self.done[request_id] = 0, ask, []
