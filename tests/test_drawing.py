@@ -203,6 +203,17 @@ def test_replay_follows_swaps():
     assert d.lanes(frames)["B"] == [("prompt", 8), ("swapped out", 0), ("swapped out", 0), ("decode", 1)]
 
 
+def test_a_victims_empty_block_does_not_hide_it():
+    "B had a block for its next tokens; nothing is in it, so it does not move, and B is on the host."
+    out = Plan([Row(0, [0], 4, [4], True, 1)], preempted=[1], released=[1], swapped_out=[(1, 3), (2, 0)])
+    plans = [Plan([Row(0, [0] * 4, 0, [0], True), Row(1, [0] * 6, 0, [1, 2, 3, 4], True)]), out]
+    frames = d.replay(plans, {0: "A", 1: "B"}, 5, 4)
+    assert frames[0].tables[1] == [(1, 4), (2, 2), (3, 0), (4, 0)]
+    assert frames[1].host == {1: [(3, 4), (0, 2)]} and d.lanes(frames)["B"][1] == ("swapped out", 0)
+    out.swapped_out = [(1, 3)]                      # half of it: then it is not there
+    assert d.replay(plans, {0: "A", 1: "B"}, 5, 4)[1].host == {}
+
+
 def test_a_record_without_its_start_is_refused():
     with pytest.raises(ValueError, match="sequence 0 has 10 tokens, but 1 blocks of 4"):
         d.replay([Plan([Row(0, [0], 9, [2], True, 2)])], {}, 4, 4)

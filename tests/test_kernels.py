@@ -722,6 +722,21 @@ def test_the_device_block_may_be_overwritten_at_once(swap):
     same(swap.host[:, :, :2], before[:, :, 4:6].cpu())
     assert (swap.host[:, :, 2] == -1).all()
 
+def test_one_transfer_at_most_is_landing(swap):
+    "Each swap-out settles the one before, so what is pinned does not grow; a swap-in leaves none."
+    before = swap.device.clone()
+    for block in range(6):
+        swap.swap_out([(block, block)])
+        assert len(swap.landing) == 1
+        for host in range(block): same(swap.host[:, :, host], before[:, :, host].cpu())    # arrived
+        swap.device[:, :, block] = torch.nan
+    swap.swap_out([])
+    assert len(swap.landing) == 1
+    swap.swap_in([(5, 9)])
+    assert swap.landing == []
+    same(swap.device[:, :, 9], before[:, :, 5])
+    same(swap.host, before[:, :, :6].cpu())
+
 def test_swap_in_right_after_the_swap_out(swap):
     before = swap.device.clone()
     swap.swap_out([(4, 3)])

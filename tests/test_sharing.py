@@ -591,6 +591,26 @@ def test_the_same_tokens_after_others_are_no_hit_even_if_digests_collide(world):
     assert run(unchained, text_of(3, 2) + [0]) == 8
 
 
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_digest_after_names_the_block_that_was_missed(salt, world):
+    w, text = world(12, 4), text_of(1, 2, 3) + [0]
+    entries, before = w.manager.cache.entries, Root(salt).digest
+    for known in range(4):                                  # blocks of the text that are there
+        hits = w.manager.lookup(text, salt)
+        assert len(hits) == known
+        missed = w.manager.digest_after(hits, text, salt)
+        if known == 3: break
+        before = chain_digest(before, tuple(text[4 * known:4 * known + 4]))
+        assert missed == before and missed not in entries
+        other = w.manager.digest_after(w.manager.lookup(text, "other"), text, "other")
+        run(w, text[:4 * known + 4], salt)
+        assert missed in entries and other not in entries   # now a lookup would find more
+    assert missed == b""                                    # all of it, but for the last token
+    assert w.manager.digest_after([], [1, 2, 3, 4], salt) == b""
+    off = world(12, 4, caching=False)
+    assert off.manager.digest_after([], text, salt) == b""
+
+
 def test_pc_5_salts_are_tagged(world):
     w, text = world(40, 4), text_of(1, 2) + [0]
     salts = ["a", "b", None, "", "None", "no salt", "salt a", "\ud800"]
