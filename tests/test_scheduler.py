@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 
-from pagedlm.scheduler import FCFS, PREEMPTION, Draft, Policy, QueueFull, Scheduler, Sequence, Status
+from pagedlm.scheduler import FCFS, PREEMPTION, Draft, Plan, Policy, QueueFull, Scheduler, Sequence, Status
 from pagedlm.sharing import BlockManager
 from pagedlm.swapping import HostPool, SwapCosts
 
@@ -1161,3 +1161,402 @@ def test_a_request_that_waits_holds_nothing():
         gang(scheduler, f"r{i}", 4, 2, 1, start=i)
         run(scheduler, runner)
     assert scheduler.blocks.num_used == 0
+
+
+# ---- swapping: out, back, and what is left where it is -----------------------------------
+
+def put_out(scheduler, runner, *seqs):
+    "These requests give way now, as in a step of nothing else. Returns the plan."
+    draft = Draft(512)
+    for seq in seqs: scheduler.preempt(seq.group, draft)
+    released, scheduler.released = scheduler.released, []
+    runner.execute(plan := draft.plan(released))
+    scheduler.blocks.check()
+    check_queues(scheduler)
+    return plan
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("num_host", [0, 1, 2, 100])
+def test_host_pools(num_host, caching):
+    "Too small: computed again. Large: everything is computed once, though all of them give way."
+    scheduler = make(6, 4, preemption="swap", num_host=num_host, caching=caching)
+    seqs, runner = add(scheduler, 5, 6, 7, 3, max_tokens=14), FakeRunner(scheduler)
+    run(scheduler, runner)
+    assert [seq.output for seq in seqs] == [solo(seq.prompt, 14) for seq in seqs]
+    again = runner.computed - sum(len(seq.prompt) + 13 for seq in seqs)
+    if num_host == 100: assert scheduler.num_swaps == scheduler.num_preemptions >= 3 and again == 0
+    else: assert scheduler.num_swaps < scheduler.num_preemptions and again > 0
+    assert (scheduler.num_swaps > 0) == (runner.moved_out > 0) == (num_host > 1), "a victim has 2 blocks or more"
+    if not caching: assert runner.moved_in == runner.moved_out
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("num_blocks, returns", [(6, False), (7, True)])
+def test_a_return_counts_the_block_of_the_next_token(num_blocks, returns, caching):
+    "8 tokens in 2 full blocks: 2 free ones do not do, even where both still hold them; 3 do."
+    scheduler = make(num_blocks, 4, preemption="swap", num_host=9, caching=caching)
+    a, b = add(scheduler, 13, 7, max_tokens=6)
+    runner = FakeRunner(scheduler)
+    for _ in range(2): step(scheduler, runner)
+    assert len(put_out(scheduler, runner, b).swapped_out) == 2
+    assert b.num_computed == 8 and b.num_tokens == 9 and scheduler.blocks.num_free == num_blocks - 4
+    assert scheduler.host.blocks_needed(scheduler.blocks, {1: 9}) == 3
+    plan = step(scheduler, runner)
+    assert rows(plan) == [(0, 1), (1, 1)][:1 + returns]
+    assert b.group.status is (Status.RUNNING if returns else Status.SWAPPED)
+    if not returns:
+        scheduler.abort("A")
+        plan = step(scheduler, runner)
+        assert rows(plan) == [(1, 1)]
+    assert len(plan.swapped_in) == (0 if caching else 2) and plan.rows[-1].position == 8
+    run(scheduler, runner)
+    assert b.output == solo(b.prompt, 6)
+
+
+def test_what_is_cached_stays_unless_it_was_taken_meanwhile():
+    scheduler = make(8, 4, preemption="swap", num_host=9, caching=True)
+    a, = add(scheduler, 11, max_tokens=9)
+    runner = FakeRunner(scheduler)
+    for _ in range(3): step(scheduler, runner)
+    plan = put_out(scheduler, runner, a)
+    assert a.num_computed == 13 and len(plan.swapped_out) == 4, "3 full blocks, one that is not"
+    b, = add(scheduler, 1, max_tokens=15)
+    scheduler.preempted.remove(a.group)         # while B takes 4 fresh blocks, and one that A left: its last
+    while b.group in (scheduler.running + scheduler.waiting):
+        plan = scheduler.schedule()
+        Greedy().take(scheduler, scheduler.update(plan, Greedy().sample(runner.execute(plan))))
+    scheduler.preempted.append(a.group)
+    plan = step(scheduler, runner)
+    assert len(plan.swapped_in) == 1 and [row.position for row in plan.rows] == [13]
+    run(scheduler, runner)
+    assert a.output == solo(a.prompt, 9)
+
+
+def test_abort_of_a_swapped_request():
+    "Its blocks on the host are free at once, and whoever leaves next has them."
+    scheduler = make(6, 4, preemption="swap", num_host=3)
+    a, b, c = add(scheduler, 7, 7, 7, max_tokens=9)
+    runner = FakeRunner(scheduler)
+    step(scheduler, runner)
+    put_out(scheduler, runner, c)
+    assert scheduler.host.num_used == 2 and ids(scheduler.preempted) == "C"
+    assert scheduler.abort("C") and scheduler.host.num_used == 0 and not scheduler.abort("C")
+    assert put_out(scheduler, runner, b).swapped_out and b.group.status is Status.SWAPPED
+    run(scheduler, runner)
+    assert [seq.output for seq in (a, b)] == [solo(seq.prompt, 9) for seq in (a, b)]
+
+
+def test_abort_of_one_on_the_host_leaves_its_siblings_theirs():
+    scheduler = make(12, 4, preemption="swap", num_host=12)
+    a = gang(scheduler, "A", 6, 8, 3)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    for _ in range(2): step(scheduler, runner, caller=above)
+    put_out(scheduler, runner, a)
+    assert scheduler.host.num_used == 4 and scheduler.host.allocator.refs.count(3) == 1
+    scheduler.finish(a.seq_id)
+    assert scheduler.host.num_used == 3 and a.group.status is Status.SWAPPED
+    run_samples(scheduler, runner, above)
+    idle(scheduler, runner)
+    assert list(above.outputs["A"].values())[1:] == samples_alone(a.prompt, 8, 3)[1:]
+
+
+def test_a_victim_that_was_about_to_copy():
+    "A has a row, and a copy for it, when B finds no block: neither is done, and the original moves, once."
+    scheduler = make(4, 4, preemption="swap", num_host=4, policy=Policy("oldest goes", victim=lambda running: running[0]))
+    a, b = gang(scheduler, "A", 6, 3, 2), gang(scheduler, "B", 4, 3, 1, start=1)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    step(scheduler, runner, caller=above)
+    before, others = list(scheduler.blocks.table(0).blocks), [seq.seq_id for seq in a.group.seqs]
+    plan = step(scheduler, runner, caller=above)
+    assert [block for block, _ in plan.swapped_out] == before == [0, 1] and plan.copies == []
+    assert rows(plan) == [(b.seq_id, 1)] and plan.preempted == others and plan.released == [0]
+    assert scheduler.host.allocator.refs.count(2) == 2 == scheduler.host.num_used
+    run_samples(scheduler, runner, above)
+    idle(scheduler, runner)
+    assert [list(above.outputs[i].values()) for i in "AB"] == [samples_alone(a.prompt, 3, 2), samples_alone(b.prompt, 3, 1)]
+
+
+def test_a_chunk_is_not_computed_again():
+    scheduler = make(6, 4, preemption="swap", num_host=6, max_num_batched_tokens=8)
+    a, b = add(scheduler, 4, 20, max_tokens=4)
+    runner = FakeRunner(scheduler)
+    assert rows(step(scheduler, runner)) == [(0, 4), (1, 4)]
+    plan = step(scheduler, runner)
+    assert plan.preempted == [1] and len(plan.swapped_out) == 1, "one of its 5 blocks has something in it"
+    while b.group.status is Status.SWAPPED: plan = step(scheduler, runner)
+    assert [(row.position, len(row.tokens)) for row in plan.rows] == [(4, 8)] and len(plan.swapped_in) == 1
+    run(scheduler, runner)
+    assert runner.computed == 4 + 3 + 20 + 3 and [a.output, b.output] == [solo(seq.prompt, 4) for seq in (a, b)]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_gang_shares_after_the_round_trip(caching, steps):
+    "Right after the fork, its last block, which is not full, is shared; it is copied when it is back."
+    scheduler = make(12, 4, preemption="swap", num_host=12, caching=caching)
+    a = gang(scheduler, "A", 6, 9, 3)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    for _ in range(steps): step(scheduler, runner, caller=above)
+    on_device, computed = scheduler.blocks.num_used, runner.computed
+    plan = put_out(scheduler, runner, a)
+    shared, own = (2, 0) if steps == 1 else (1, 6)
+    assert len(plan.swapped_out) == scheduler.host.num_used == on_device == shared + own
+    assert scheduler.host.allocator.refs.count(3) == shared
+    plan = step(scheduler, runner, caller=above)
+    assert len(plan.swapped_in) == (shared + own if not caching else {1: 1, 4: 3}[steps])
+    assert len(plan.copies) == (2 if steps == 1 else 0) and rows(plan) == [(seq.seq_id, 1) for seq in a.group.seqs]
+    if steps == 1: assert {a for a, _ in plan.copies} <= {b for _, b in plan.swapped_in}
+    assert scheduler.blocks.allocator.refs.count(3) == 1 and runner.computed == computed + 3
+    run_samples(scheduler, runner, above)
+    idle(scheduler, runner)
+    assert list(above.outputs["A"].values()) == samples_alone(a.prompt, 9, 3)
+
+
+def test_the_host_may_hold_more_than_the_device_has():
+    "Survivors grow into what victims left: 12 blocks, and 3 + 4 + 6 are on the host at once."
+    scheduler = make(12, 4, preemption="swap", num_host=24)
+    seqs, runner, left, most = add(scheduler, 12, 12, 12, 12, max_tokens=20), None, [], 0
+    runner = FakeRunner(scheduler)
+    while scheduler.has_unfinished:
+        plan = step(scheduler, runner)
+        if plan.swapped_out: left.append((plan.preempted, len(plan.swapped_out)))
+        most = max(most, scheduler.host.num_used)
+    assert left[:3] == [([3], 3), ([2], 4), ([1], 6)] and most == 13
+    assert [seq.output for seq in seqs] == [solo(seq.prompt, 20) for seq in seqs]
+
+
+@pytest.mark.parametrize("link, num_host, swaps", [(1, 9, True), (.51, 9, True), (.5, 9, False), (.1, 9, False), (1, 2, False), (1, 3, True)])
+def test_auto_takes_what_costs_less(link, num_host, swaps):
+    "12 tokens take 12 s to compute; 3 blocks out and back take 6 s over a link of 1 block a second."
+    scheduler = make(12, 4, preemption="auto", num_host=num_host, link=link)
+    a, = add(scheduler, 11, max_tokens=9)
+    runner = FakeRunner(scheduler)
+    for _ in range(2): step(scheduler, runner)
+    put_out(scheduler, runner, a)
+    assert a.group.status is (Status.SWAPPED if swaps else Status.PREEMPTED)
+    assert a.num_computed == 12 * swaps and scheduler.num_swaps == swaps and scheduler.num_preemptions == 1
+    run(scheduler, runner)
+    assert a.output == solo(a.prompt, 9) and runner.computed == 19 + 12 * (not swaps)
+
+
+@pytest.mark.parametrize("link, swaps", [(.6, True), (.5, False)])
+def test_auto_counts_what_a_gang_shares_once(link, swaps):
+    "8 common tokens in 2 blocks: 8 s, against 4 / link s."
+    scheduler = make(12, 4, preemption="auto", num_host=12, link=link)
+    a = gang(scheduler, "A", 8, 5, 3)
+    runner, above = FakeRunner(scheduler), Samples(scheduler)
+    step(scheduler, runner, caller=above)
+    put_out(scheduler, runner, a)
+    assert scheduler.num_swaps == swaps
+    run_samples(scheduler, runner, above)
+    assert list(above.outputs["A"].values()) == samples_alone(a.prompt, 5, 3)
+
+
+@pytest.mark.parametrize("num_host, statuses", [(0, "PP"), (1, "PS"), (9, "SS"), (2, "PS")])
+def test_order_after_mixed_preemption(num_host, statuses):
+    "C gives way, then B; D arrives. B, C, D come back, whether from the host or by computing."
+    scheduler = make(5, 4, preemption="swap", num_host=num_host)
+    seqs = add(scheduler, 8, 4, 4, max_tokens=9)
+    runner, entries = FakeRunner(scheduler), []
+    step(scheduler, runner)
+    assert step(scheduler, runner).preempted == [2]
+    while not (plan := step(scheduler, runner)).preempted: pass
+    seqs += add(scheduler, 1, max_tokens=2)
+    assert plan.preempted == [1] and ids(scheduler.preempted) == "BC" and ids(scheduler.waiting) == "D"
+    assert "".join(group.status.name[0] for group in scheduler.preempted) == statuses
+    while scheduler.has_unfinished:
+        known = set(runner.tables)
+        plan = step(scheduler, runner)
+        entries += [row.seq_id for row in plan.rows if row.seq_id not in known]
+        if 0 in scheduler.sequences: assert rows(plan) == [(0, 1)]
+    assert list(dict.fromkeys(entries)) == [1, 2, 3]
+    assert [seq.output for seq in seqs] == [solo(seq.prompt, seq.max_tokens) for seq in seqs]
+
+
+def test_nobody_passes_a_swapped_one():
+    "C would fit into what B, on the host, cannot use."
+    scheduler = make(4, 4, preemption="swap", num_host=4)
+    a, b = add(scheduler, 8, 8, max_tokens=5)
+    runner = FakeRunner(scheduler)
+    assert step(scheduler, runner) and step(scheduler, runner).preempted == [1]
+    c, = add(scheduler, 1, max_tokens=1)
+    while a.group.status is Status.RUNNING:
+        assert scheduler.blocks.num_free == 1 and ids(scheduler.waiting) == "C"
+        step(scheduler, runner)
+    assert rows(step(scheduler, runner)) == [(1, 1), (2, 1)]
+    run(scheduler, runner)
+    assert [seq.output for seq in (a, b, c)] == [solo(seq.prompt, seq.max_tokens) for seq in (a, b, c)]
+
+
+def test_preempts_itself_to_the_host():
+    "No row, no table, and its two blocks are on the host."
+    scheduler = make(3, 4, preemption="swap", num_host=3)
+    a, b = add(scheduler, 6, 4)
+    runner = FakeRunner(scheduler)
+    step(scheduler, runner)
+    plan = step(scheduler, runner)
+    assert rows(plan) == [(0, 1)] and plan.preempted == plan.released == [1] and len(plan.swapped_out) == 1
+    assert b.group.status is Status.SWAPPED and 1 not in scheduler.blocks.tables
+    run(scheduler, runner)
+    assert b.output == solo(b.prompt, 4) and runner.computed == 6 + 3 + 4 + 3
+
+
+def test_a_plan_that_failed_moved_nothing():
+    "A's step failed while B was on its way out: B computes again, and C, long on the host, does not."
+    scheduler = make(4, 4, preemption="swap", num_host=9)
+    a, b, c = add(scheduler, 4, 4, 4, max_tokens=5)
+    runner = FakeRunner(scheduler)
+    step(scheduler, runner)
+    put_out(scheduler, runner, c)
+    blocker = scheduler.blocks.append(99, 0, reserve=4)
+    plan = scheduler.schedule()                 # A takes the last block, B leaves
+    assert blocker and rows(plan) == [(0, 1)] and plan.preempted == [1] and plan.swapped_out
+    scheduler.failed(plan)
+    scheduler.blocks.free(99)
+    scheduler.abort("A")
+    assert [group.status for group in scheduler.preempted] == [Status.PREEMPTED, Status.SWAPPED]
+    assert b.num_computed == 0 and c.num_computed == 4 and scheduler.host.num_used == 1
+    check_queues(scheduler)
+    runner.execute(Plan([], released=plan.released))
+    run(scheduler, runner)
+    assert [seq.output for seq in (b, c)] == [solo(seq.prompt, 5) for seq in (b, c)]
+
+
+# ---- a refusal stands, but not for ever --------------------------------------------------
+
+class Counts(Scheduler):
+    "How often it worked out what a group needs."
+    asked = 0
+
+    def need(self, group):
+        self.asked += 1
+        return super().need(group)
+
+    def need_of_swapped(self, group):
+        self.asked += 1
+        return super().need_of_swapped(group)
+
+
+def refused(n=12, caching=False, num_blocks=6, **kwargs):
+    "A runs with 12 + 1 tokens, in 4 of 6 blocks; B, with `n` tokens, was refused."
+    scheduler = make(num_blocks, 4, Counts, caching=caching, **kwargs)
+    a, b = gang(scheduler, "A", 13, 9, 1, start=1), gang(scheduler, "B", n, 5, 1)
+    runner = FakeRunner(scheduler)
+    step(scheduler, runner)
+    assert ids(scheduler.running) == "A" and scheduler.asked == 2
+    return scheduler, runner, a, b
+
+
+def test_a_refusal_is_not_worked_out_again():
+    scheduler, runner, *_ = refused(caching=True)
+    for _ in range(5): step(scheduler, runner)
+    assert scheduler.asked == 2 and ids(scheduler.waiting) == "B"
+    scheduler.abort("A")
+    assert rows(step(scheduler, runner)) == [(1, 12)] and scheduler.asked == 3
+
+
+def test_a_refusal_ends_with_a_free_block():
+    scheduler, runner, a, b = refused()
+    scheduler.blocks.append(9, 0, reserve=4)        # one free block less, then as many as before, then more
+    assert not scheduler.has_room(b.group, 0) and scheduler.asked == 2
+    scheduler.blocks.free(9)
+    assert not scheduler.has_room(b.group, 0) and scheduler.asked == 2
+    scheduler.abort("A")
+    assert scheduler.has_room(b.group, 0) and scheduler.asked == 3 and scheduler.refusal is None
+
+
+def test_a_refusal_ends_with_the_block_that_was_missing():
+    scheduler, runner, a, b = refused(caching=True)
+    scheduler.blocks.append(9, 4)                   # somebody computes B's first block
+    assert not scheduler.has_room(b.group, 0) and scheduler.asked == 2
+    scheduler.blocks.commit(9, 4, lambda start, n: b.prompt[start:start + n])
+    assert scheduler.has_room(b.group, 0) == (scheduler.blocks.num_free >= 2) and scheduler.asked == 3
+    scheduler.blocks.free(9)
+
+
+def test_a_refusal_ends_with_a_pin():
+    "One that comes, and one that goes."
+    scheduler = make(8, 4, Counts)
+    p = Sequence(scheduler.new_id(), "pin", prompt_of(0, 8), 1)
+    scheduler.add(p, pin=True)
+    a, b = gang(scheduler, "A", 13, 4, 1, start=1), gang(scheduler, "B", 12, 4, 1)
+    runner = FakeRunner(scheduler)
+    plan = scheduler.schedule()
+    assert [row.seq_id for row in plan.rows] == [p.seq_id, a.seq_id] and scheduler.refusal[0] is b.group
+    scheduler.update(plan, Greedy().sample(runner.execute(plan)))
+    scheduler.keep(p.seq_id)
+    assert scheduler.refusal is None
+    assert rows(step(scheduler, runner)) == [(a.seq_id, 1), (b.seq_id, 4)], "2 of its 3 blocks are pinned now"
+    c = gang(scheduler, "C", 9, 4, 1, start=2)
+    step(scheduler, runner)
+    assert scheduler.refusal[0] is c.group
+    scheduler.unpin(p.seq_id)
+    assert scheduler.refusal is None
+    run(scheduler, runner)
+    assert [seq.output for seq in (a, b, c)] == [solo(seq.prompt, 4) for seq in (a, b, c)]
+
+
+def test_a_refusal_ends_when_nobody_runs():
+    "Alone, B need not leave the watermark free."
+    scheduler, runner, a, b = refused(24 - 4, watermark=.4)
+    scheduler.abort("A")
+    assert rows(step(scheduler, runner)) == [(b.seq_id, 20)]
+
+
+# ---- block accounting --------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", PREEMPTION)
+def test_abort_from_every_queue(mode):
+    "Running, waiting, given way, unknown, finished: both pools return to where they were, the others go on."
+    scheduler = make(8, 4, preemption=mode, num_host=8, link=9)
+    a, b, c, d, e = add(scheduler, 8, 8, 4, 4, 30, max_tokens=3)
+    runner = FakeRunner(scheduler)
+    step(scheduler, runner)
+    put_out(scheduler, runner, c, d)
+    there = Status.PREEMPTED if mode == "recompute" else Status.SWAPPED
+    assert c.group.status is d.group.status is there and scheduler.host.num_used == 2 * (mode != "recompute")
+    for request_id, was in [("C", True), ("E", True), ("B", True), ("C", False), ("nobody", False)]:
+        assert scheduler.abort(request_id) is was
+        scheduler.blocks.check()
+        check_queues(scheduler)
+    assert scheduler.host.num_used == (mode != "recompute") and scheduler.blocks.num_used == 2
+    run(scheduler, runner)
+    assert not scheduler.abort("A") and [a.output, d.output] == [solo(seq.prompt, 3) for seq in (a, d)]
+
+
+def test_a_refused_request_leaves_no_trace():
+    "100 times: one that can never be served, one that waits, one on the host that cannot return yet."
+    scheduler = make(6, 4, caching=True, preemption="swap", num_host=6)
+    runner = FakeRunner(scheduler)
+    add(scheduler, 12, max_tokens=1)
+    run(scheduler, runner)
+    a = gang(scheduler, "a", 12, 9, 1)
+    step(scheduler, runner)
+    w = gang(scheduler, "w", 13, 9, 1)
+    refs = list(scheduler.blocks.allocator.refs)
+    for i in range(100):
+        with pytest.raises(ValueError, match="can never be served"): gang(scheduler, f"n{i}", 30, 1, 1)
+        scheduler.refusal = None
+        assert not scheduler.has_room(w.group, 3) and scheduler.blocks.allocator.refs == refs
+    put_out(scheduler, runner, a)
+    refs = list(scheduler.blocks.allocator.refs), list(scheduler.host.allocator.refs)
+    for _ in range(100):
+        scheduler.refusal = None
+        assert not scheduler.has_room(a.group, 3)
+        assert refs == (scheduler.blocks.allocator.refs, scheduler.host.allocator.refs)
+    run(scheduler, runner)
+    assert [a.output, w.output] == [solo(seq.prompt, 9) for seq in (a, w)]
+
+
+@pytest.mark.parametrize("mode", PREEMPTION)
+@pytest.mark.parametrize("size", [1, 3, 12, 48])
+def test_odd_block_sizes(size, mode):
+    "A limit that is no multiple of the block size; twice, so that one gives way."
+    scheduler = make(-(-50 // size), size, max_model_len=50, preemption=mode, num_host=50, link=9)
+    seqs = [gang(scheduler, "A", 49, 1, 1), gang(scheduler, "B", 20, 30, 1), gang(scheduler, "C", 22, 28, 1)]
+    run(scheduler)
+    assert [seq.output for seq in seqs] == [solo(seq.prompt, seq.max_tokens) for seq in seqs]
+    with pytest.raises(ValueError, match="max_model_len is 50"): gang(scheduler, "D", 49, 2, 1)
+    for bad in (0, -4):
+        with pytest.raises(ValueError, match=f"block_size is {bad}"): make(4, bad)
