@@ -4,14 +4,10 @@
 
 # %% auto #0
 __all__ = ['REPLACEMENT', 'KEEP', 'MOST', 'ByteRun', 'Detokenizer', 'rest', 'restart', 'add_to_window', 'byte_of', 'add_byte',
-           'end_run', 'TextStream', 'find_stop', 'held_back']
+           'end_run', 'held_back', 'find_stop', 'TextStream']
 
 # %% ../nbs/08a_text.ipynb #imports
 import codecs
-
-# %% ../nbs/08a_text.ipynb #constants
-REPLACEMENT = "\ufffd"   # what a decoder shows for bytes that are no character
-KEEP, MOST = 4, 8        # tokens of the window: it is cut to KEEP when it has more than MOST
 
 # %% ../nbs/08a_text.ipynb #byte-run
 class ByteRun:
@@ -32,6 +28,9 @@ class ByteRun:
         return False
 
 # %% ../nbs/08a_text.ipynb #detok
+REPLACEMENT = "\ufffd"   # what a decoder shows for bytes that are no character
+KEEP, MOST = 4, 8        # tokens of the window: it is cut to KEEP when it has more than MOST
+
 class Detokenizer:
     """Text that grows with the ids: the pieces returned by `add` and `finish` join to
     `tokenizer.decode(all ids)`, and no piece ends inside a character. A call decodes a
@@ -105,6 +104,20 @@ def end_run(d: Detokenizer) -> str:
     if run.broken: return ""
     return REPLACEMENT * run.size if run.part else "".join(run.text)
 
+# %% ../nbs/08a_text.ipynb #held-back
+def held_back(text: str, stops: tuple[str, ...]) -> int:
+    "The length of the longest end of `text` that begins a stop string, and is not all of it."
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    return next((n for n in range(longest, 0, -1)
+                 if any(len(s) > n and s.startswith(text[-n:]) for s in stops)), 0)
+
+# %% ../nbs/08a_text.ipynb #find-stop
+def find_stop(text: str, stops: tuple[str, ...], known: int) -> tuple[int, str] | None:
+    """(start, stop) of the match that starts first, and of those the longest. Only matches that
+    end behind the first `known` characters count."""
+    found = [(text.find(s, max(0, known - len(s) + 1)), s) for s in stops]
+    return min((f for f in found if f[0] >= 0), key=lambda f: (f[0], -len(f[1])), default=None)
+
 # %% ../nbs/08a_text.ipynb #stream
 class TextStream:
     """One answer's text as it grows, up to the first of the strings `stop`: earliest start, then
@@ -153,16 +166,3 @@ class TextStream:
         self.held = "" if stop else tail[start:]
         self.stopped_at, self.ended = stop, stop is not None
         return stop
-
-# %% ../nbs/08a_text.ipynb #stops
-def find_stop(text: str, stops: tuple[str, ...], known: int) -> tuple[int, str] | None:
-    """(start, stop) of the match that starts first, and of those the longest. Only matches that
-    end behind the first `known` characters count."""
-    found = [(text.find(s, max(0, known - len(s) + 1)), s) for s in stops]
-    return min((f for f in found if f[0] >= 0), key=lambda f: (f[0], -len(f[1])), default=None)
-
-def held_back(text: str, stops: tuple[str, ...]) -> int:
-    "The length of the longest end of `text` that begins a stop string, and is not all of it."
-    longest = min(len(text), max(map(len, stops), default=1) - 1)
-    return next((n for n in range(longest, 0, -1)
-                 if any(len(s) > n and s.startswith(text[-n:]) for s in stops)), 0)
