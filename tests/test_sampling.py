@@ -51,12 +51,15 @@ def randn(*shape, seed=0, scale=3.0):
 def run(rows, steps=6):
     """Decode `rows` = [(number, params)] together for some steps: {number: ids}. The logits of a
     request depend on its number and its own tokens only, as a perfect model's would."""
-    gens = {n: make_stream(p, 7, n) for n, p in rows}
-    out = {n: [] for n, _ in rows}
+    gens, params = {n: make_stream(p, 7, n) for n, p in rows}, [p for _, p in rows]
+    out, seen = {n: [] for n, _ in rows}, {n: Seen(range(n, 101, 2)) if p.penalizes else None for n, p in rows}
     for step in range(steps):
         x = torch.cat([randn(1, 101, seed=1000 * n + step) for n, _ in rows])
-        got = sample(x, [p for _, p in rows], [gens[n] for n, _ in rows])
-        for (n, _), t in zip(rows, got.token_ids): out[n].append(t)
+        x = adjust(x, params, [seen[n] for n, _ in rows], [(int(row.argmax()),) for row in x], [step] * len(rows))
+        got = sample(x, params, [gens[n] for n, _ in rows])
+        for (n, p), t in zip(rows, got.token_ids):
+            out[n].append(t)
+            if p.penalizes: seen[n].add(t)
     return out
 
 
@@ -84,6 +87,14 @@ def run(rows, steps=6):
     ([.1, .2, .3, .4], dict(min_p=.51), [2, 3]),
     ([.1, .2, .3, .4], dict(min_p=1.0), [3]),
     ([.1, .2, .3, .4], dict(top_k=3, top_p=.9, min_p=.6), [2, 3]),
+    ([.1, .2, .3, .4], dict(top_p=.55, min_p=.6), [3]),                # .4 / .7: min-p first, else [2, 3]
+    ([.1, .2, .3, .4], dict(top_k=3, top_p=.5, min_p=.6), [3]),
+    ([.1, .2, .3, .4], dict(top_k=2, top_p=.6, min_p=.3), [2, 3]),
+    ([.1, .2, .3, .4], dict(top_k=1, min_p=.1), [3]),
+    ([.1, .2, .3, .4], dict(top_k=4, min_p=.6), [2, 3]),             # k counts only what is left
+    ([.3, .05, .3, .05, .3], dict(min_p=.5, top_k=2), [0, 2]),
+    ([.3, .05, .3, .05, .3], dict(min_p=.5, top_p=.66), [0, 2]),     # two thirds reach it
+    ([.3, .05, .3, .05, .3], dict(min_p=.5, top_p=.67), [0, 2, 4]),
     ([.25] * 4, dict(top_p=.5), [0, 1]),                     # ties: lowest ids
     ([.25] * 4, dict(top_p=.51), [0, 1, 2]),
     ([.25] * 4, dict(top_p=1e-9), [0]),
@@ -270,38 +281,52 @@ def test_pick_never_leaves_the_row():
     assert (sampling._pick(w, u) == 29).all()
     assert (sampling._pick(w, u * 0) == 0).all()
 
+LOGITS = [1.0, 2.5, -1.0, 0.0, 2.0, 2.0, -4.0, 0.5]
+
 def draws(logits, p, n=20_000):
     "n tokens of one request at these logits: counts by id."
-    g, counts = make_stream(p), torch.zeros(len(logits), dtype=torch.long)
-    for rows in torch.full((n // 1000,), 1000).tolist():
-        x = torch.tensor(logits).expand(rows, -1)
-        ids = sample(x, [p] * rows, [g] * rows).token_ids
-        counts += torch.bincount(torch.tensor(ids), minlength=len(logits))
-    return counts
+    g, x = make_stream(p), torch.as_tensor(logits).expand(n // 10, -1)
+    ids = [t for _ in range(10) for t in sample(x, [p] * len(x), [g] * len(x)).token_ids]
+    return torch.bincount(torch.tensor(ids), minlength=len(logits)).tolist()
 
-@pytest.mark.parametrize('kw', [dict(), dict(temperature=.5), dict(temperature=2.), dict(top_k=3),
-                                dict(top_p=.8), dict(min_p=.2), dict(temperature=1.5, top_k=5, top_p=.9, min_p=.05)])
+def chi2(counts, want):
+    "How far counts are from what these probabilities lead one to expect, in standard deviations above the mean."
+    n, free = sum(counts), len(want) - 1
+    assert all(counts[i] == 0 for i in range(len(counts)) if i not in want)
+    if not free: return 0
+    return (sum((counts[i] - n * q)**2 / (n * q) for i, q in want.items()) - free) / math.sqrt(2 * free)
+
+FILTERS = dict(temperature=1.5, top_k=5, top_p=.8, min_p=.12)
+
+@pytest.mark.parametrize('kw', [{}, dict(temperature=.5), dict(temperature=2.), dict(temperature=1.5, top_k=5, top_p=.9, min_p=.05)] + [
+    {name: FILTERS[name] for name in names} for r in (1, 2, 3, 4) for names in itertools.combinations(FILTERS, r)])
 def test_frequencies_follow_the_distribution(kw):
-    logits = [1.0, 2.5, -1.0, 0.0, 2.0, 2.0, -4.0, 0.5]
     p = P(seed=11, **kw)
-    counts, want = draws(logits, p), oracle(torch.tensor(logits), p)
-    n = int(counts.sum())
-    assert all(counts[i] == 0 for i in range(len(logits)) if i not in want)
-    chi2 = sum((float(counts[i]) - n * q)**2 / (n * q) for i, q in want.items())
-    assert chi2 < len(want) - 1 + 4 * math.sqrt(2 * (len(want) - 1))       # mean + 4 sd
+    assert chi2(draws(LOGITS, p), oracle(torch.tensor(LOGITS), p)) < 4
+
+@pytest.mark.parametrize('kw', [
+    dict(repetition_penalty=1.5), dict(repetition_penalty=.7, temperature=.8), dict(frequency_penalty=.5), dict(presence_penalty=-1.5),
+    dict(logit_bias={6: 4, 1: -1}), dict(min_tokens=9, stop_token_ids=[1, 4]), dict(logit_bias={1: -100}),
+    dict(repetition_penalty=1.2, frequency_penalty=.3, presence_penalty=.4, logit_bias={3: 2}, min_tokens=9, stop_token_ids=[7]),
+    dict(repetition_penalty=1.2, frequency_penalty=.3, presence_penalty=.4, logit_bias={3: 2}, min_tokens=9, **FILTERS)])
+def test_frequencies_follow_the_adjusted_distribution(kw):
+    p, prompt, output, ends = P(seed=12, **kw), [0, 0, 2], [4, 4, 5, 2], (7,)
+    x = adjust(torch.tensor([LOGITS]), [p], [seen_of(prompt, output)], [ends], [4])[0]
+    want = {i: q for i, q in oracle(adjusted(LOGITS, p, prompt, output, ends), p).items() if q > 1e-9}
+    counts = draws(x, p)
+    assert chi2(counts, want) < 4 and chi2(counts, {i: q for i, q in oracle(LOGITS, P()).items()}) > 20      # and not the raw one
 
 def test_a_biased_draw_would_be_seen():
-    "The chi-square bound above has teeth: a temperature off by a twentieth breaks it."
-    logits = [1.0, 2.5, -1.0, 0.0, 2.0, 2.0, -4.0, 0.5]
-    counts, want = draws(logits, P(seed=11)), oracle(logits, P(temperature=1.05))
-    n = int(counts.sum())
-    assert sum((float(counts[i]) - n * q)**2 / (n * q) for i, q in want.items()) > 7 + 4 * math.sqrt(14)
+    "The bound above has teeth: a temperature off by a twentieth breaks it."
+    assert chi2(draws(LOGITS, P(seed=11)), oracle(LOGITS, P(temperature=1.05))) > 4
 
 
 # Streams
 
 SEEDED = [(0, P(seed=5)), (1, P(seed=6, top_p=.7)), (2, P()), (3, P(temperature=.6, top_k=9)),
           (4, P(temperature=0)), (5, P(seed=5, min_p=.1, temperature=1.7))]
+ADJUSTED = [(6, P(seed=6, repetition_penalty=1.4)), (7, P(temperature=0, frequency_penalty=1, min_tokens=3)),
+            (8, P(presence_penalty=2, logit_bias={3: 2, 50: -100}, top_k=30)), (9, P(seed=5, min_tokens=16, top_p=.9, min_p=.05))]
 
 def test_same_tokens_alone_in_any_slot_and_beside_anyone():
     solo = {n: run([(n, p)])[n] for n, p in SEEDED}
@@ -309,6 +334,13 @@ def test_same_tokens_alone_in_any_slot_and_beside_anyone():
     for i in range(6):
         some = SEEDED[i:] + SEEDED[:i // 2]
         assert run(some) == {n: solo[n] for n, _ in some}
+
+def test_adjusted_requests_too_and_they_disturb_nobody():
+    rows = [row for pair in itertools.zip_longest(SEEDED, ADJUSTED) for row in pair if row]
+    solo = {n: run([(n, p)])[n] for n, p in rows}
+    assert run(rows) == solo and run(rows[::-1]) == solo and run(ADJUSTED) == {n: solo[n] for n, _ in ADJUSTED}
+    plain = run([(n, P(seed=p.seed, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)) for n, p in ADJUSTED])
+    assert all(plain[n] != solo[n] for n, _ in ADJUSTED)              # each was changed by what it asked for
 
 def test_same_tokens_in_a_real_vocabulary():
     x, params = randn(6, 49152), [p for _, p in SEEDED]
