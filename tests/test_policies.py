@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 
 from pagedlm.policies import FCFS, LEAST_PREEMPTED, POLICIES, SHORTEST_REMAINING, pick_policy
-from pagedlm.scheduler import Policy, QueueFull, Scheduler, Sequence, Status
+from pagedlm.scheduler import Draft, Policy, QueueFull, Scheduler, Sequence, Status
 from pagedlm.sharing import BlockManager
 from pagedlm.swapping import HostPool, SwapCosts
 
@@ -283,16 +283,11 @@ def test_those_who_gave_way_return_in_the_order_of_the_policy():
         for shape in [("A", 12, 9), ("B", 4, 20), ("C", 4, 16), ("D", 4, 12)]: bench.add(*shape)
         bench.step()
         for name in "DBC":                  # in an order that is neither's
-            from_draft = next(g for g in bench.scheduler.running if g.request_id == name)
-            preempt(bench.scheduler, from_draft)
+            group = next(g for g in bench.scheduler.running if g.request_id == name)
+            bench.scheduler.preempt(group, Draft(0))
         returned[policy.name] = bench.out()
         bench.run()
     assert returned == {"fcfs": "BCD", "shortest-remaining": "DCB"}
-
-
-def preempt(scheduler, group):
-    from pagedlm.scheduler import Draft
-    scheduler.preempt(group, Draft(0))
 
 
 # ---- what the policies promise -----------------------------------------------------------
