@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPLACEMENT', 'KEEP', 'MOST', 'ByteRun', 'Detokenizer', 'rest', 'restart', 'add_to_window', 'byte_of', 'add_byte',
-           'end_run', 'held_back', 'find_stop', 'TextStream']
+           'end_run', 'held_back', 'find_stop', 'TextStream', 'grow']
 
 # %% ../nbs/08a_text.ipynb #imports
 import codecs
@@ -137,32 +137,28 @@ class TextStream:
     @property
     def text(self) -> str:
         "What may be shown now."
-        if len(self.pieces) > 1: self.pieces = ["".join(self.pieces)]
-        return self.pieces[0] if self.pieces else ""
+        self.pieces = ["".join(self.pieces)]
+        return self.pieces[0]
 
     def add(self, token: int, check: bool = True) -> str | None:
         """Take in a token; the stop string that is complete now, and then the text is final. With
         `check=False`, stops that end here are ignored for good."""
-        if self.ended: return self.stopped_at
-        return self._grow(self.detokenizer.add(token), check)
+        if not self.ended: grow(self, self.detokenizer.add(token), check)
+        return self.stopped_at
 
     def finish(self, check: bool = True) -> str | None:
         "No more tokens: what was held back is text, unless a stop string is complete in it."
-        if self.ended: return self.stopped_at
-        found = self._grow(self.detokenizer.finish(), check)
-        if not found: self._show(self.held)
-        self.ended, self.held = True, ""
-        return found
+        if not self.ended: grow(self, self.detokenizer.finish(), check)
+        self.pieces.append(self.held)
+        self.held, self.ended = "", True
+        return self.stopped_at
 
-    def _show(self, text: str):
-        if text: self.pieces.append(text)
-
-    def _grow(self, piece: str, check: bool) -> str | None:
-        if not piece: return None
-        tail, found = self.held + piece, None
-        if check: found = find_stop(tail, self.stop, len(self.held))
-        start, stop = found or (len(tail) - held_back(tail, self.stop), None)
-        self._show(tail[:start] + (stop if stop and self.include_stop else ""))
-        self.held = "" if stop else tail[start:]
-        self.stopped_at, self.ended = stop, stop is not None
-        return stop
+# %% ../nbs/08a_text.ipynb #grow
+def grow(s: TextStream, piece: str, check: bool):
+    "Show more of the text: up to a stop that is complete now, or to where one may be beginning."
+    if not piece: return
+    tail, found = s.held + piece, None
+    if check: found = find_stop(tail, s.stop, len(s.held))
+    start, s.stopped_at = found or (len(tail) - held_back(tail, s.stop), None)
+    s.pieces.append(tail[:start] + (s.stopped_at if found and s.include_stop else ""))
+    s.held, s.ended = "" if found else tail[start:], bool(found)
