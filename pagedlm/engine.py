@@ -754,6 +754,7 @@ def run_plan(engine: Engine, plan: Plan) -> list[Request]:
         tokens, errors = next_tokens(logits, rows, engine.tokenizer)
     except BaseException as e:   # whatever it was, these rows are lost; Ctrl-C goes on to the caller
         engine.scheduler.failed(plan)
+        engine.runner.tables.release(plan.released)      # it may have failed before that
         for r in dict.fromkeys(owner.values()): engine.end(r, "error", f"the model failed: {type(e).__name__}: {e}")
         if isinstance(e, Exception): return []
         raise

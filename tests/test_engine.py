@@ -70,16 +70,18 @@ def test_the_fixture_sees_the_cache(model, solo):
 @pytest.mark.parametrize("budget", [1, 15, 17, 512])
 @pytest.mark.parametrize("slots", [96, 1024])
 def test_ids_equal_the_solo_run(model, solo, block_size, budget, slots):
-    engine = Engine(model, block_size=block_size, num_blocks=-(-slots // block_size), max_num_batched_tokens=budget)
+    engine = Engine(model, block_size=block_size, num_blocks=-(-slots // block_size), max_num_batched_tokens=budget,
+                    preemption="swap" if block_size == 3 else "recompute")
     assert ids(run(engine, PROMPTS, greedy())) == solo
     if slots == 96 and budget > 16: assert engine.stats().preemptions >= 3
 
 
-def test_seeded_samples_depend_on_the_seed_alone(model):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_seeded_samples_depend_on_the_seed_alone(model, preemption):
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=24, ignore_eos=True)
     other = SamplingParams(temperature=1.0, top_k=5, max_tokens=30, ignore_eos=True)
     alone = ids(run(Engine(model, num_blocks=64), [PROMPTS[4]], params))[0]
-    tight = Engine(model, num_blocks=8, max_num_batched_tokens=16)   # 128 slots: preempts
+    tight = Engine(model, num_blocks=8, max_num_batched_tokens=16, preemption=preemption)   # 128 slots: preempts
     crowd = ids(run(tight, PROMPTS[5:7] + [PROMPTS[4]], [other, other, params]))
     assert tight.stats().preemptions > 0
     assert crowd[2] == alone
@@ -163,8 +165,9 @@ def test_eos_stops_unless_ignored(model, solo, monkeypatch):
     assert ids(run(Engine(model, num_blocks=64), [PROMPTS[5]], greedy())) == [solo[5]]
 
 
-def test_abort_in_every_state(model, solo):
-    engine = Engine(model, num_blocks=6, max_num_batched_tokens=32, max_num_seqs=4)   # 96 slots
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_abort_in_every_state(model, solo, preemption):
+    engine = Engine(model, num_blocks=6, max_num_batched_tokens=32, max_num_seqs=4, preemption=preemption)   # 96 slots
     for i, p in enumerate(PROMPTS): engine.add_request(str(i), p, greedy())
     seen, aborted = set(), set()
     while engine.has_unfinished():

@@ -169,11 +169,12 @@ COMPANY = {"a": (prompt(15, 1), greedy(30)), "b": (prompt(40, 2), samples(3, see
 
 
 @pytest.mark.parametrize("slots, block_size, budget, caching", [
-    (176, 16, 17, True), (176, 16, 512, False), (176, 3, 17, False), (176, 1, 512, True), (176, 3, 4, True),
+    (176, 16, 17, True), (176, 16, 512, False), (176, 3, 17, False), (176, 1, 512, True), (120, 3, 4, True),
     (2048, 3, 4, True), (2048, 16, 4, False), (2048, 16, 512, True)])
-def test_samples_do_not_depend_on_batch_chunks_blocks_or_preemption(model, alone, slots, block_size, budget, caching):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_samples_do_not_depend_on_batch_chunks_blocks_or_preemption(model, alone, slots, block_size, budget, caching, preemption):
     engine = make(model, num_blocks=slots // block_size, block_size=block_size, max_num_batched_tokens=budget,
-                  enable_prefix_caching=caching)
+                  enable_prefix_caching=caching, preemption=preemption)
     done = serve(engine, COMPANY)
     for name, request in COMPANY.items(): same(done[name], alone(*request))
     preemptions = engine.stats().preemptions
@@ -281,9 +282,10 @@ def test_samples_are_proven_by_teacher_forcing(model, hf, length, caching):
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("block_size", [3, 16])
-def test_samples_are_proven_after_preemptions(model, hf, block_size, caching):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_samples_are_proven_after_preemptions(model, hf, block_size, caching, preemption):
     engine = make(model, num_blocks={3: 52, 16: 14}[block_size], block_size=block_size, max_num_batched_tokens=20,
-                  enable_prefix_caching=caching)
+                  enable_prefix_caching=caching, preemption=preemption)
     done = serve(engine, {str(n): (prompt(n, n), samples(max_tokens=24, seed=n)) for n in LENGTHS})
     assert engine.stats().preemptions >= 3
     for n in LENGTHS:
@@ -400,7 +402,7 @@ def test_beams_equal_transformers(model, theirs, width):
     assert {*found} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("kw", [{"num_blocks": 24}, {"num_blocks": 100, "block_size": 3, "max_num_batched_tokens": 40},
+@pytest.mark.parametrize("kw", [{"num_blocks": 24, "preemption": "recompute"}, {"num_blocks": 100, "block_size": 3, "max_num_batched_tokens": 40},
                                 {"num_blocks": 17, "max_num_batched_tokens": 24, "enable_prefix_caching": False},
                                 {"num_blocks": 150, "block_size": 1, "max_num_seqs": 20}], ids=str)
 @pytest.mark.parametrize("width", [4, 6])
@@ -474,8 +476,9 @@ def test_abort_at_every_stage(model, alone, params, steps):
 
 
 @pytest.mark.parametrize("params", [beams(3), samples(4)], ids=["beams", "samples"])
-def test_abort_while_preempted(model, alone, params):
-    engine = make(model, num_blocks=13)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_abort_while_preempted(model, alone, params, preemption):
+    engine = make(model, num_blocks=13, preemption=preemption)
     add(engine, {"a": (prompt(47, 1), samples(3)), "b": (prompt(33, 2), replace(params, max_tokens=12)), "c": (prompt(33, 3), greedy())})
     while not engine.scheduler.preempted: engine.step()
     victim = engine.scheduler.preempted[-1].request_id
@@ -807,8 +810,9 @@ def test_a_pin_that_does_not_fit_changes_nothing(model, alone):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_pins_survive_preemptions(model, alone, caching):
-    engine = make(model, num_blocks=18, enable_prefix_caching=caching)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_pins_survive_preemptions(model, alone, caching, preemption):
+    engine = make(model, num_blocks=18, enable_prefix_caching=caching, preemption=preemption)
     engine.pin_prefix(prompt(40))
     requests = {str(k): (prompt(40) + prompt(5 * k, k + 1), p) for k, p in enumerate([greedy(40), samples(4), beams(3), samples(3, max_tokens=30), beams(2)])}
     for _ in range(2):
@@ -865,8 +869,8 @@ MIX = {"greedy": (prompt(40), greedy(20)), "twice": (prompt(33, 1), greedy(20, n
 
 
 @pytest.mark.parametrize("kw", [
-    {"num_blocks": 128}, {"num_blocks": 128, "max_num_batched_tokens": 20, "enable_prefix_caching": False}, {"num_blocks": 20},
-    {"num_blocks": 20, "max_num_batched_tokens": 16, "enable_prefix_caching": False}, {"num_blocks": 40, "block_size": 4, "max_num_seqs": 9},
+    {"num_blocks": 128}, {"num_blocks": 128, "max_num_batched_tokens": 20, "enable_prefix_caching": False}, {"num_blocks": 20, "preemption": "recompute"},
+    {"num_blocks": 20, "max_num_batched_tokens": 16, "enable_prefix_caching": False, "preemption": "recompute"}, {"num_blocks": 40, "block_size": 4, "max_num_seqs": 9},
     {"num_blocks": 150, "block_size": 1, "max_num_batched_tokens": 20}], ids=str)
 def test_every_kind_in_one_batch_equals_its_solo_run(model, alone, kw):
     engine = make(model, **kw)
@@ -881,7 +885,7 @@ def test_any_mix_that_comes_and_goes(model, alone, contents, seed):
     r = Random(seed)
     size = r.choice([1, 3, 8, 16])
     engine = make(model, num_blocks=-(-r.randint(280, 400) // size), block_size=size, max_num_batched_tokens=r.choice([6, 20, 512]),
-                  max_num_seqs=r.choice([6, 20]), enable_prefix_caching=r.random() < 0.7)
+                  max_num_seqs=r.choice([6, 20]), enable_prefix_caching=r.random() < 0.7, preemption=("recompute", "swap")[seed % 2])
     todo, want, aborted, pins, done = r.choices([*MIX.items()], k=20), {}, set(), [], {}
     while todo or engine.has_unfinished():
         if todo and r.random() < 0.4:
@@ -1008,7 +1012,7 @@ def test_exactly_the_pool_is_served(model, alone, params, length):
 
 # Recordings
 
-@pytest.mark.parametrize("kw", [{"num_blocks": 20}, {"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 20},
+@pytest.mark.parametrize("kw", [{"num_blocks": 20, "preemption": "recompute"}, {"num_blocks": 60, "block_size": 4, "max_num_batched_tokens": 20},
                                 {"num_blocks": 128, "enable_prefix_caching": False}], ids=str)
 def test_a_replay_has_the_tables_of_the_run(model, kw):
     engine = make(model, **kw)

@@ -63,9 +63,9 @@ def test_ids_equal_those_of_pytorch(model, reference, monkeypatch, graphs):
     if graphs: assert engine.runner.graphs.recorded.keys() == {8}
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_ids_survive_preemption_and_chunks(model, reference, monkeypatch, graphs):
-    ids, engine = serve(model, monkeypatch, "triton", graphs, num_blocks=9, max_num_batched_tokens=6)
+@pytest.mark.parametrize("graphs, preemption", [(False, "recompute"), (True, "swap")])
+def test_ids_survive_preemption_and_chunks(model, reference, monkeypatch, graphs, preemption):
+    ids, engine = serve(model, monkeypatch, "triton", graphs, num_blocks=9, max_num_batched_tokens=6, preemption=preemption)
     assert ids == reference
     assert engine.stats().preemptions >= 2
     if graphs: assert len(engine.runner.graphs.recorded) >= 2

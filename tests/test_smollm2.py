@@ -53,7 +53,8 @@ def test_the_reference_is_what_transformers_says():
 
 
 @pytest.mark.parametrize("kw", [
-    {"num_blocks": 48}, {"num_blocks": 48, "max_num_batched_tokens": 16}, {"num_blocks": 768, "block_size": 1},
+    {"num_blocks": 48, "preemption": "recompute"}, {"num_blocks": 48, "max_num_batched_tokens": 16, "preemption": "recompute"},
+    {"num_blocks": 768, "block_size": 1},
     {"num_blocks": 96, "block_size": 8}, {"num_blocks": 24, "block_size": 32}, {"num_blocks": 256}], ids=str)
 def test_ids_equal_transformers(model, kw):
     engine = Engine(model, **kw)

@@ -74,7 +74,7 @@ def test_samples_are_proven_by_teacher_forcing(model, hf, caching):
 
 
 def test_samples_are_proven_after_preemptions(model, hf):
-    engine = Engine(model, num_blocks=10, max_num_batched_tokens=24)
+    engine = Engine(model, num_blocks=10, max_num_batched_tokens=24, preemption="recompute")
     done = serve(engine, {str(n): (prompt(n), samples(max_tokens=18, seed=n)) for n in LENGTHS})
     assert engine.stats().preemptions >= 2
     for name, out in done.items(): proven(hf, prompt(int(name)), out)
