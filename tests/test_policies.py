@@ -95,12 +95,11 @@ class Bench:
                 scheduler.finish(seq.seq_id)
         scheduler.blocks.check(), scheduler.host.check()
         self.steps += 1
+        assert self.steps <= 3000, "it does not come to an end"
         return plan
 
-    def run(self, steps=2000):
-        while self.scheduler.has_unfinished:
-            self.step()
-            assert self.steps <= steps, "it does not come to an end"
+    def run(self):
+        while self.scheduler.has_unfinished: self.step()
         self.idle()
 
     def idle(self):
@@ -143,7 +142,6 @@ def serve(load, policy, preemption, cache):
         while todo and todo[0][0] <= bench.steps:
             seqs.append(bench.add(*todo.popleft()[1:]))
         bench.step()
-        assert bench.steps <= 3000, "it does not come to an end"
     bench.idle()
     for seq in seqs:
         assert sorted(bench.answers[seq.request_id]) == sorted(solo(seq, i) for i in range(seq.width))
