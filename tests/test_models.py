@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from pagedlm import models
 from pagedlm.attention import PagedBatch
@@ -55,11 +55,13 @@ class Paged:
         return dict(zip(new, logits.split([len(tokens) for tokens in new.values()])))
 
 
+TINY = dict(vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+            initializer_range=0.2, tie_word_embeddings=False, eos_token_id=None)
+
+
 def tiny_config(**changes):
-    facts = dict(vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-                 initializer_range=0.2, tie_word_embeddings=False, eos_token_id=None)
-    return LlamaConfig(**facts | changes)
+    return LlamaConfig(**TINY | changes)
 
 
 def tiny(folder, config=None, **changes):
@@ -289,7 +291,7 @@ def test_unknown_architecture_is_named(tmp_path):
 
 
 REFUSED = dict(
-    hidden_act=("gelu", "silu"), sliding_window=(4096, "None"), pretraining_tp=(2, "1"),
+    hidden_act=("quick_gelu", "silu"), sliding_window=(4096, "None"), pretraining_tp=(2, "1"),
     quantization_config=(dict(quant_method="awq"), "awq"), layer_types=(["sliding_attention"] * 2, "sliding"),
     attn_logit_softcapping=(30.0, "30"), partial_rotary_factor=(0.5, ""))
 
@@ -361,35 +363,47 @@ def test_a_name_that_is_nothing(monkeypatch, tmp_path):
 
 # ---- .gguf -------------------------------------------------------------------------------
 
-def write_gguf(path, hf, quant="F32", extra=lambda writer: None, arch="llama"):
+def write_gguf(path, hf, quant="F32", extra=lambda writer: None, arch=None):
     "A .gguf file as llama.cpp's converter would write it"
     import gguf
-    c, writer = hf.config, gguf.GGUFWriter(path, arch)
+    c, writer = hf.config, gguf.GGUFWriter(path, arch or hf.config.model_type)
+    family = models.FAMILIES[type(hf).__name__]
     writer.add_block_count(c.num_hidden_layers); writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size); writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads); writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps); writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    if c.head_dim != c.hidden_size // c.num_attention_heads: writer.add_key_length(c.head_dim)
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if width != c.hidden_size // c.num_attention_heads: writer.add_key_length(width)
     writer.add_tokenizer_model("gpt2"); writer.add_tokenizer_pre("smollm")
     writer.add_token_list(["w", "1", "w1", *(f"t{i}" for i in range(3, c.vocab_size))]); writer.add_token_merges(["w 1"])
     writer.add_token_types([1] * c.vocab_size)
     writer.add_eos_token_id(5); writer.add_eot_token_id(6); writer.add_bos_token_id(1)
     extra(writer)
-    names = {f"{models.LLAMA.weights[key].format(i)}": (key, i)
-             for key in models.LLAMA.gguf for i in range(c.num_hidden_layers)}
+    names = {family.weights[key].format(i): (key, i) for key in family.gguf for i in range(c.num_hidden_layers)}
     for name, tensor in hf.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings: continue
         base, kind = name.rsplit(".", 1)
         key, i = names[base]
         array = tensor.numpy()
-        if key in "qk":
+        if key in ("q", "k") and arch in (None, "llama") and c.model_type == "llama":
             heads = c.num_attention_heads if key == "q" else c.num_key_value_heads
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         kind_of = gguf.GGMLQuantizationType[quant if array.ndim > 1 else "F32"]
-        writer.add_tensor(f"{models.LLAMA.gguf[key].format(i)}.{kind}",
+        writer.add_tensor(f"{family.gguf[key].format(i)}.{kind}",
                           gguf.quants.quantize(np.ascontiguousarray(array), kind_of), raw_dtype=kind_of)
     writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.write_tensors_to_file()
     writer.close()
+
+
+def tiny_qwen(folder, kind, **changes):
+    "A random Qwen, its biases and norms random too"
+    torch.manual_seed(2)
+    c = CONFIG_MAPPING[kind](**TINY | dict(head_dim=16) | changes)
+    hf = AutoModelForCausalLM.from_config(c).eval().requires_grad_(False)
+    for name, p in hf.named_parameters():
+        if p.ndim == 1: p.normal_(mean=float("norm" in name), std=0.2)
+    hf.save_pretrained(folder)
+    return hf
 
 
 @pytest.mark.parametrize("changes", [
@@ -409,13 +423,36 @@ def test_gguf_file(tmp_path, monkeypatch, changes):
     assert resolve_model(tmp_path / "m.gguf") == resolve_model(str(tmp_path / "m.gguf"))
 
 
-def test_gguf_quantised(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, changes", [("qwen2", {}), ("qwen2", dict(tie_word_embeddings=True)), ("qwen3", {}),
+                                           ("qwen3", dict(tie_word_embeddings=True, num_key_value_heads=1))], ids=str)
+def test_gguf_of_qwen(tmp_path, monkeypatch, kind, changes):
     monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path / "cache"))
-    hf = tiny(tmp_path / "hf", hidden_size=64, intermediate_size=96, num_attention_heads=4)
-    write_gguf(tmp_path / "m.gguf", hf, quant="Q8_0")
+    hf, ids = tiny_qwen(tmp_path / "hf", kind, **changes), some_ids(40)
+    write_gguf(tmp_path / "m.gguf", hf)
+    model = load_model(tmp_path / "m.gguf")
+    assert model.config.family is {"qwen2": models.QWEN2, "qwen3": models.QWEN3}[kind]
+    assert_logits(Paged(model).step({"a": ids})["a"], hf_logits(hf, ids))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("quant, worst", [("Q8_0", 1 / 254), ("Q4_0", 1 / 8), ("Q4_1", 1 / 15)])
+def test_gguf_quantised(tmp_path, monkeypatch, kind, quant, worst):
+    "Each weight is off by at most half a step of its block of 32; the logits are those of the weights so rounded"
+    monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path / "cache"))
+    sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16)
+    hf = tiny(tmp_path / "hf", **sizes) if kind == "llama" else tiny_qwen(tmp_path / "hf", kind, **sizes)
+    write_gguf(tmp_path / "m.gguf", hf, quant=quant)
     tensors = load_file(resolve_model(tmp_path / "m.gguf") / "model.safetensors")
     for name, want in hf.state_dict().items():
-        torch.testing.assert_close(tensors[name], want, atol=0.01, rtol=0.01)
+        blocks, error = want.view(-1, 32) if want.ndim > 1 else want[:, None], (tensors[name] - want).abs()
+        span = blocks.amax(1) - blocks.amin(1) if quant == "Q4_1" else blocks.abs().amax(1)
+        step = worst * (1 if quant == "Q4_0" else .5 if quant == "Q4_1" else 1) * span[:, None]
+        if want.ndim > 1: assert (error.view(-1, 32) <= 1.02 * step + 1e-3).all(), name
+        else: assert torch.equal(tensors[name], want), name
+        if want.ndim > 1: assert error.max() > 0
+    hf.load_state_dict(tensors)
+    ids = some_ids(30)
+    assert_logits(Paged(load_model(tmp_path / "m.gguf")).step({"a": ids})["a"], hf_logits(hf, ids))
 
 
 def test_gguf_refusals(tmp_path, monkeypatch):
@@ -425,10 +462,12 @@ def test_gguf_refusals(tmp_path, monkeypatch):
         write_gguf(path, hf, **how)
         with pytest.raises(ValueError, match=said): load_model(path)
         assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
-    refused("qwen2.*LlamaForCausalLM", arch="qwen2")
+    for arch in ("mamba", "gpt2", "phi3", "qwen2moe", "mistral"):
+        refused(f"architecture {arch} is not read; allowed: llama, qwen2, qwen3", arch=arch)
     refused("expert_count=8", extra=lambda w: w.add_expert_count(8))
     refused("rope.scaling.type='yarn'", extra=lambda w: w.add_string("llama.rope.scaling.type", "yarn"))
     refused("dimension_count=6", extra=lambda w: w.add_rope_dimension_count(6))
+    refused("sliding_window=7", extra=lambda w: w.add_sliding_window(7))
     refused("rope_freqs.weight", extra=lambda w: w.add_tensor("rope_freqs.weight", np.ones(6, np.float32)))
 
 
