@@ -1,6 +1,6 @@
 """The scheduler against a fake model whose answers betray any wrong token, block or position."""
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 

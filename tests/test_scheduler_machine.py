@@ -3,14 +3,13 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import (RuleBasedStateMachine, initialize, precondition, rule,
                                  run_state_machine_as_test)
 
 from pagedlm.policies import POLICIES
 from pagedlm.scheduler import FCFS, PREEMPTION, Policy, Scheduler, Status
-from test_scheduler import (AnyVictim, Ask, Branching, FakeRunner, check, check_queues, idle, make,
+from test_scheduler import (AnyVictim, Ask, Branching, FakeRunner, check_queues, idle, make,
                             prompt_of, step)
 
 SEEN = Counter()        # what the runs below have come across
