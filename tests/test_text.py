@@ -87,11 +87,15 @@ def drawn_bytes(draw, tok):
     first, last = draw(st.sampled_from([(0, 0), (0, 0), (0, 1), (0, 2), (1, 0), (2, 0)]))
     return [raw[b] for b in data[first:len(data) - last] if b in raw]
 
+def drawn_specials(draw, tok):
+    "Special tokens, sometimes more than a window holds."
+    return [tok.convert_tokens_to_ids("</s>" if tok is not MADE.get("smollm2") else "<|im_end|>")] * draw(st.sampled_from([1, 1, 5, 10]))
+
 @st.composite
 def answers(draw, kinds=tuple(KINDS), most=30):
     "(tokenizer, ids, skip): parts of texts, bytes whole and cut, special tokens, and any ids at all."
     tok = made(draw(st.sampled_from(kinds)))
-    parts = draw(st.lists(st.sampled_from([drawn_text, drawn_ids, drawn_bytes, drawn_bytes]), max_size=8))
+    parts = draw(st.lists(st.sampled_from([drawn_text, drawn_ids, drawn_bytes, drawn_bytes, drawn_specials]), max_size=8))
     ids = [i for part in parts for i in part(draw, tok)]
     return tok, ids[:most], draw(st.booleans())
 
@@ -151,10 +155,36 @@ def test_a_run_of_byte_tokens_is_text_or_not_as_a_whole():
         assert "".join(pieces[:8]) == "" and "".join(pieces) == tok.decode(ids)
 
 def test_cleaning_up_is_off_since_it_edits_what_was_shown():
-    tok = PreTrainedTokenizerFast(tokenizer_object=wordpiece().backend_tokenizer, clean_up_tokenization_spaces=True)
+    backend = wordpiece().backend_tokenizer
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
     ids = tok.convert_tokens_to_ids(["owl", "日", ".", "the", "n't"])
-    d = Detokenizer(tok)
-    assert "".join(map(d.add, ids)) + d.finish() == tok.decode(ids, clean_up_tokenization_spaces=False)
+    whole = tok.decode(ids, clean_up_tokenization_spaces=False)
+    assert joined(tok, ids) == whole == "owl 日 . the n't" != tok.decode(ids)
+
+def joined(tok, ids, skip=True):
+    d = Detokenizer(tok, skip)
+    return "".join(map(d.add, ids)) + d.finish()
+
+@pytest.mark.parametrize("kind, parts", [("gpt2", ["ð", "Ł", "¦", "ī"]), ("llama", ["<0xF0>", "<0x9F>", "<0xA6>", "<0x89>"]), ("llama", ["▁the", "▁the"]),
+                                         ("llama", ["▁", "▁the"]), ("unigram", ["▁the", "▁the"]), ("unigram-bytes", ["<0xE2>", "<0x82>", "<0xAC>", "▁the"])])
+@pytest.mark.parametrize("silent", ["<s>", 10 ** 6])
+@pytest.mark.parametrize("times", [1, 4, 20])
+def test_tokens_without_text_leave_no_trace(kind, parts, silent, times):
+    "Skipped special tokens, and ids that the vocabulary lacks, between any two others."
+    tok = made(kind)
+    ids, silent = tok.convert_tokens_to_ids(parts), tok.convert_tokens_to_ids(silent) if silent == "<s>" else silent
+    for n in range(len(ids) + 1):
+        those = ids[:n] + [silent] * times + ids[n:]
+        assert joined(tok, those) == tok.decode(those, skip_special_tokens=True) == tok.decode(ids, skip_special_tokens=True)
+
+def test_a_name_does_not_make_a_byte():
+    "A token that is called like a byte, in a vocabulary whose decoder shows its name."
+    backend = unigram(False).backend_tokenizer
+    backend.add_tokens(["<0x41>", "<0xZZ>"])
+    tok = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = tok.convert_tokens_to_ids(["▁the", "<0x41>", "<0xZZ>", "▁owl"])
+    assert joined(tok, ids) == tok.decode(ids) and "<0x41>" in tok.decode(ids)
 
 # ---- cost: ids and characters decoded, counted -----------------------------------------------
 
