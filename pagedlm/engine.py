@@ -16,20 +16,22 @@ from .attention import PagedBatch, slots_at, to_device
 from .blocks import KVCache
 from .kernels import Swapper, check_kernel_block_size, pick_backend
 from .models import Model, ModelConfig, load_model, load_tokenizer, pick_device
-from .sampling import BeamSearch, Hypothesis, Logprob, SamplingParams, best_samples, make_stream, sample, token_logprobs
+from .sampling import (BeamSearch, Hypothesis, Logprob, Sampled, SamplingParams, Seen, adjust, best_samples, make_stream,
+                              sample, token_logprobs)
 from .policies import pick_policy
 from .scheduler import PREEMPTION, Plan, Policy, Scheduler, Sequence, Status
 from .sharing import BlockManager
 from .swapping import HostPool, SwapCosts
+from .text import TextStream
 
 # %% auto #0
-__all__ = ['LINK_BYTES_S', 'FLOPS_S', 'Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'Detokenizer',
-           'check_limits', 'resolve_max_model_len', 'available_memory', 'pool_size', 'host_pool_size', 'swap_costs',
+__all__ = ['LINK_BYTES_S', 'FLOPS_S', 'Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'check_limits',
+           'resolve_max_model_len', 'cgroup_memory', 'available_memory', 'pool_size', 'host_pool_size', 'swap_costs',
            'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput',
            'Choice', 'Request', 'beam_output', 'EngineStats', 'Books', 'Requests', 'new_request', 'Lifecycle',
            'Closing', 'PinnedPrefix', 'Recording', 'Recordings', 'Prefixes', 'find_tokenizer', 'load', 'Stepping',
-           'Engine', 'run_plan', 'end_search', 'take_token', 'next_tokens', 'note_logprobs', 'with_text', 'is_ids',
-           'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
+           'Engine', 'run_plan', 'end_search', 'take_token', 'note_prompts', 'next_tokens', 'draw', 'note_logprobs',
+           'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -81,17 +83,17 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Tensor:
-        "Logits `[num_sampling_rows, vocab_size]` float32 of the rows that sample, in plan order."
+        "Logits `[sum of num_logits, vocab_size]` float32: of the last `num_logits` tokens of each row, in plan order."
         self.tables.update(plan)
         if plan.swapped_out: self.swapper.swap_out(plan.swapped_out)
         if plan.swapped_in: self.swapper.swap_in(plan.swapped_in)
         if plan.copies: self.kv.copy(plan.copies)
-        ends = [i for i, r in enumerate(plan.rows) if r.samples]
-        if self.graphs and all(len(r.tokens) == 1 for r in plan.rows): return self.graphs.run(plan)[ends]
+        if self.graphs and all(len(r.tokens) == 1 for r in plan.rows):
+            return self.graphs.run(plan)[[i for i, r in enumerate(plan.rows) if r.num_logits]]
         ids = torch.tensor([t for r in plan.rows for t in r.tokens], device=self.model.device)
         batch = self.batch(plan)
-        wanted = torch.tensor([sum(batch.lens[i][:2]) - 1 for i in ends], dtype=torch.long)
-        return self.model(ids, batch, self.kv, wanted.to(ids.device))
+        wanted = [sum(batch.lens[i][:2]) - k for i, r in enumerate(plan.rows) for k in range(r.num_logits, 0, -1)]
+        return self.model(ids, batch, self.kv, torch.tensor(wanted, dtype=torch.long, device=ids.device))
 
 # %% ../nbs/09_engine.ipynb #graph-sizes
 def graph_sizes(largest: int) -> list[int]:
@@ -148,36 +150,6 @@ class DecodeGraphs:
         replay()
         return logits[:n]
 
-# %% ../nbs/09_engine.ipynb #detok
-class Detokenizer:
-    """Text that grows with the ids: the pieces returned by `add` and `finish` join to
-    `tokenizer.decode(all ids)`, and no piece ends inside a character."""
-    def __init__(self, tokenizer, skip_special_tokens: bool = True):
-        self.tokenizer, self.skip = tokenizer, skip_special_tokens
-        self.ids: list[int] = []
-        self.start = self.read = 0   # 0 <= start <= read <= len(ids); ids[start:] is the window
-        self.sent = 0                # characters of the window's text that were handed out
-
-    def _window(self) -> str:
-        ids = self.ids[self.start:]
-        return self.tokenizer.decode(ids, skip_special_tokens=self.skip) if ids else ""
-
-    def add(self, token: int) -> str:
-        "The text that is certain now that `token` has come; often one word, sometimes nothing."
-        self.ids.append(token)
-        text = self._window()
-        whole = not text.endswith("\ufffd")
-        piece = text[self.sent:] if whole else text[self.sent:-1]
-        self.sent += len(piece)
-        if whole and piece:
-            self.start, self.read = self.read, len(self.ids)
-            self.sent = len(self._window())
-        return piece
-
-    def finish(self) -> str:
-        "What was held back: a character that stayed incomplete shows as U+FFFD."
-        return self._window()[self.sent:]
-
 # %% ../nbs/09_engine.ipynb #limits
 def check_limits(**limits: int | None):
     "Each must be a whole number that makes sense, or None where the engine may choose."
@@ -198,12 +170,31 @@ def resolve_max_model_len(asked: int | None, model: int, num_slots: int) -> int:
         raise ValueError(f"max_model_len = {asked} needs {asked - 1} slots, and the pool has {num_slots}")
     return asked
 
+# %% ../nbs/09_engine.ipynb #cgroup
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes that the process's control group (a container's memory limit) and those above it still allow; infinity where
+    there is no limit. Cached files that can be dropped do not count as used."""
+    free = float("inf")
+    lines = own.read_text().splitlines() if own.is_file() else []
+    place = root / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+    groups = [(folder, "memory.max", "memory.current") for folder in (place, *place.parents) if folder.is_relative_to(root)]
+    groups.append((root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))        # version 1
+    for folder, limit, used in groups:
+        try:
+            allowed, now = (int((folder / name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError): continue               # there is none, or it says "max"
+        free = min(free, max(0, allowed - now + int(stat.get("inactive_file", 0))))
+    return free
+
 # %% ../nbs/09_engine.ipynb #sizes
 def available_memory(device: torch.device) -> int:
-    "Free bytes on `device`: the GPU's own count, or what Linux calls available on the host."
+    """Free bytes on `device`: the GPU's own count; on the host what Linux calls available, and no more than the
+    control group allows."""
     if device.type == "cuda": return torch.cuda.mem_get_info(device)[0]
     if (meminfo := Path("/proc/meminfo")).exists():   # caches that can be dropped count as free
-        return int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        return int(min(free, cgroup_memory()))
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 def pool_size(asked: int | None, block_bytes: int, most: int, device: torch.device) -> int:
@@ -281,6 +272,7 @@ class Prompts:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a SamplingParams, not {type(params).__name__}")
         self.check_ids("stop_token_ids:", params.stop_token_ids)
+        self.check_ids("logit_bias:", params.logit_bias or ())
         return params
 
 # %% ../nbs/09_engine.ipynb #max-tokens
@@ -308,20 +300,22 @@ def resolve_max_tokens(asked: int | None, num_prompt: int, max_model_len: int) -
 @dataclass
 class CompletionOutput:
     """One answer. `finish_reason` is None while it grows, then "stop", "length", "abort" or "error";
-    `stop_reason` is the id from `stop_token_ids` that ended it, if one did. `logprobs` (if asked for) has
-    one dict for each token, and `cumulative_logprob` is the sum over the tokens."""
+    `stop_reason` is the stop string or the id from `stop_token_ids` that ended it, if one did: the text ends before the
+    string, while `token_ids` has all tokens that were generated. `logprobs` (if asked for) has one dict for each of them,
+    and `cumulative_logprob` is their sum."""
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 @dataclass
 class RequestOutput:
     """What a request has so far (text and ids are cumulative). `error` is set if it failed;
-    `num_cached_tokens` tokens of the prompt were found in the pool when it entered."""
+    `num_cached_tokens` tokens of the prompt were found in the pool when it entered. `prompt_logprobs` (if asked for)
+    has one entry for each token of the prompt that was computed so far, the first of them None."""
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -329,6 +323,7 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 # %% ../nbs/09_engine.ipynb #choice
 @dataclass(eq=False)
@@ -336,27 +331,28 @@ class Choice:
     "One answer in the making, written by one sequence."
     seq: Sequence
     params: SamplingParams
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]           # none if they are to be ignored
     stream: torch.Generator | None
-    detokenizer: Detokenizer | None
-    text: str = ""
+    words: TextStream
+    seen: Seen | None = None           # its tokens, if they are penalized
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)   # if they are needed
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
     def take(self) -> str | None:
         "Take in the newest token of the sequence; why this was the last one, or None."
-        token, mine = self.seq.output[-1], self.params.stop_token_ids
-        is_eos = token in self.eos_ids and token not in mine and not self.params.ignore_eos
-        if self.detokenizer and not is_eos: self.text += self.detokenizer.add(token)
-        if token in mine: self.stop_reason = token
-        if is_eos or token in mine: return "stop"
-        return "length" if len(self.seq.output) == self.seq.max_tokens else None
+        token, mine, n = self.seq.output[-1], self.params.stop_token_ids, len(self.seq.output)
+        is_eos = token in self.eos_ids and token not in mine
+        if self.seen: self.seen.add(token)
+        found = None if is_eos else self.words.add(token, check=n > self.params.min_tokens)
+        self.stop_reason = token if token in mine else found
+        if is_eos or self.stop_reason is not None: return "stop"
+        return "length" if n == self.seq.max_tokens else None
 
     def end(self, reason: str):
-        "No more tokens: what the detokenizer held back belongs to the text."
+        "No more tokens: what was held back belongs to the text."
         self.finish_reason = reason
-        if self.detokenizer and reason != "error": self.text += self.detokenizer.finish()
+        if reason != "error": self.words.finish()
 
     @property
     def cumulative_logprob(self) -> float:
@@ -364,7 +360,7 @@ class Choice:
 
     def output(self, index: int) -> CompletionOutput:
         asked, total = self.params.logprobs is not None, self.cumulative_logprob if self.logprobs else None
-        return CompletionOutput(index, self.text, list(self.seq.output), total, list(self.logprobs) if asked else None,
+        return CompletionOutput(index, self.words.text, list(self.seq.output), total, list(self.logprobs) if asked else None,
                                 self.finish_reason, self.stop_reason)
 
 # %% ../nbs/09_engine.ipynb #request
@@ -377,6 +373,8 @@ class Request:
     choices: list[Choice]             # none for a beam search or a pin
     beams: BeamSearch | None = None
     tokenizer: object = None          # for beams, whose texts are made at their end
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    only_reads: bool = False          # max_tokens = 0, and yet its prompt is to be computed
     ended: bool = False
     finish_reason: str | None = None  # why it ended before its time, if it did
     error: str | None = None
@@ -389,12 +387,13 @@ class Request:
 
     def of(self, seq_id: int) -> list[Choice]:
         "The choices that wait for a token of this sequence: all at first, then one."
-        return [c for c in self.choices if c.seq.seq_id == seq_id and not c.finish_reason]
+        return [] if self.only_reads else [c for c in self.choices if c.seq.seq_id == seq_id and not c.finish_reason]
 
     def output(self) -> RequestOutput:
         make = self.beam_outputs if self.beams else self.sample_outputs
         return RequestOutput(self.seq.request_id, self.prompt, list(self.seq.prompt), make(), self.ended, self.error,
-                             self.seq.group.num_cached if self.seq.group else 0)
+                             self.seq.group.num_cached if self.seq.group else 0,
+                             self.prompt_logprobs and list(self.prompt_logprobs))
 
     def sample_outputs(self) -> list[CompletionOutput]:
         made, n = self.choices, self.params.n
@@ -504,8 +503,13 @@ class Requests:
         params = self.prompts.check_params(params)
         ids, width = self.prompts.encode(prompt), params.width if params.use_beam_search or not params.greedy else 1
         max_tokens = resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len)
-        seq = Sequence(self.scheduler.new_id(), request_id, ids, max_tokens, width, cache_salt)
+        if params.min_tokens > max_tokens:
+            raise ValueError(f"min_tokens = {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
+        reads = max_tokens == 0 and params.prompt_logprobs is not None
+        seq = Sequence(self.scheduler.new_id(), request_id, ids, max_tokens or int(reads), 1 if reads else width,
+                       cache_salt, needed_from=None if params.prompt_logprobs is None else 0)
         r = new_request(self, prompt if isinstance(prompt, str) else None, seq, params)
+        r.only_reads = reads
         if seq.max_tokens: self.scheduler.add(seq)
         self.requests[request_id], self.num_requests = r, self.num_requests + 1
         if not seq.max_tokens: self.end(r, "length")
@@ -513,16 +517,19 @@ class Requests:
 # %% ../nbs/09_engine.ipynb #new-request
 def new_request(engine: Requests, prompt: str | None, seq: Sequence, params: SamplingParams) -> Request:
     "A request with its choices, each with a random stream of its own; or with its beams."
-    tokenizer, eos_ids, skip = engine.tokenizer, engine.config.eos_token_ids, params.skip_special_tokens
+    tokenizer, eos_ids = engine.tokenizer, () if params.ignore_eos else engine.config.eos_token_ids
+    prompt_logprobs = None if params.prompt_logprobs is None else [None]
     if params.use_beam_search and seq.max_tokens:
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        beams = BeamSearch(params.width, params.n, params.length_penalty, params.early_stopping, ends,
-                           seq.max_tokens, params.logprobs, tokenizer and len(tokenizer))
-        return Request(prompt, seq, params, [], beams, tokenizer)
-    width = 1 if params.use_beam_search else seq.width
-    streams = [make_stream(params, engine.seed, engine.num_requests, i) for i in range(width)]
-    choices = [Choice(seq, params, eos_ids, stream, tokenizer and Detokenizer(tokenizer, skip)) for stream in streams]
-    return Request(prompt, seq, params, choices)
+        beams = BeamSearch(params.width, params.n, params.length_penalty, params.early_stopping,
+                           {*params.stop_token_ids, *eos_ids}, seq.max_tokens, params.logprobs, tokenizer and len(tokenizer))
+        return Request(prompt, seq, params, [], beams, tokenizer, prompt_logprobs)
+    choices = []
+    for i in range(1 if params.use_beam_search else seq.width):
+        words = TextStream(tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output)
+        stream = make_stream(params, engine.seed, engine.num_requests, i)
+        seen = Seen(seq.prompt) if params.penalizes else None
+        choices.append(Choice(seq, params, eos_ids, stream, words, seen))
+    return Request(prompt, seq, params, choices, None, tokenizer, prompt_logprobs)
 
 # %% ../nbs/09_engine.ipynb #requests-end
 class Lifecycle(Requests):
@@ -750,8 +757,8 @@ def run_plan(engine: Engine, plan: Plan) -> list[Request]:
     owner = {r.seq_id: engine.requests[engine.scheduler.sequences[r.seq_id].request_id] for r in plan.rows}
     rows = [(r.seq_id, owner[r.seq_id]) for r in plan.rows if r.samples]
     try:
-        logits = engine.runner.execute(plan)
-        tokens, errors = next_tokens(logits, rows, engine.tokenizer)
+        logits, errors = note_prompts(engine.runner.execute(plan), plan, owner, engine.tokenizer)
+        tokens = next_tokens(logits, rows, engine.tokenizer, errors)
     except BaseException as e:   # whatever it was, these rows are lost; Ctrl-C goes on to the caller
         engine.scheduler.failed(plan)
         engine.runner.tables.release(plan.released)      # it may have failed before that
@@ -762,8 +769,10 @@ def run_plan(engine: Engine, plan: Plan) -> list[Request]:
     choices = [c for i, r in rows if i in tokens and not r.ended for c in r.of(i)]
     grown = engine.scheduler.update(plan, {i: t for i, t in tokens.items() if not owner[i].ended})
     for i, r in rows:
-        if r.is_pin and not r.ended: engine.keep(r)
-        if r.beams and r.beams.done and not r.ended: end_search(engine, r)
+        if r.ended: continue
+        if r.is_pin: engine.keep(r)
+        elif r.only_reads: engine.end(r, "length")
+        elif r.beams and r.beams.done: end_search(engine, r)
     samples = [seq for seq in grown if not engine.requests[seq.request_id].beams]
     engine.books.generation_tokens += len(samples)
     for c, seq in zip(choices, samples, strict=True): take_token(engine, c, seq)
@@ -781,13 +790,27 @@ def take_token(engine: Engine, c: Choice, seq: Sequence):
     except Exception as e: return engine.end(r, "error", f"the tokenizer failed: {type(e).__name__}: {e}")
     if reason: engine.end_choice(r, c, reason)
 
+# %% ../nbs/09_engine.ipynb #note-prompts
+def note_prompts(logits: Tensor, plan: Plan, owner: dict[int, Request], tokenizer) -> tuple[Tensor, dict]:
+    """Log-probabilities of prompts, for the requests that want them; (logits `[num_sampling_rows, vocab]` that
+    remain, {request: error message}). A row has logits for its last `num_logits` tokens."""
+    at, last, errors = 0, [], {}
+    for row in plan.rows:
+        r, part, first = owner[row.seq_id], logits[at:at + row.num_logits], row.position + len(row.tokens) - row.num_logits
+        at += row.num_logits
+        if row.samples: last.append(at - 1)
+        if r.prompt_logprobs is None or not (said := r.seq.prompt[first + 1:first + 1 + len(part)]): continue
+        if not part.amax(-1).isfinite().all(): errors[r] = "the logits of the prompt are not finite"
+        else: r.prompt_logprobs += [with_text(e, tokenizer) for e in token_logprobs(
+            part[:len(said)], said, [r.params.prompt_logprobs] * len(said))]
+    return logits if len(last) == len(logits) else logits[last], errors
+
 # %% ../nbs/09_engine.ipynb #next-tokens
 @torch.inference_mode()
-def next_tokens(logits: Tensor, rows: list[tuple[int, Request]], tokenizer) -> tuple[dict[int, list[int]], dict]:
-    """({seq_id: its next tokens}, {request: error message}) of the rows that sample, given as (seq_id,
-    request); logits `[len(rows), vocab]`."""
-    tokens, errors = {}, {}
-    allowed = logits
+def next_tokens(logits: Tensor, rows: list[tuple[int, Request]], tokenizer, errors: dict) -> dict[int, list[int]]:
+    """{seq_id: its next tokens} of the rows that sample, given as (seq_id, request); logits
+    `[len(rows), vocab]`. A request that fails gets a message in `errors`."""
+    tokens, allowed = {}, logits
     if tokenizer is not None and len(tokenizer) < logits.shape[1]:   # the head is wider: no text for these ids
         allowed = logits.clone()
         allowed[:, len(tokenizer):] = -torch.inf
@@ -799,12 +822,19 @@ def next_tokens(logits: Tensor, rows: list[tuple[int, Request]], tokenizer) -> t
     lines = [(i, seq_id, r, c) for i, (seq_id, r) in enumerate(rows) for c in r.of(seq_id)]
     index = [i for i, *_ in lines]
     part = slice(None) if index == list(range(len(logits))) else index
-    s = sample(allowed[part], [c.params for *_, c in lines], [c.stream for *_, c in lines]) if lines else None
+    s = draw(allowed[part], [c for *_, c in lines]) if lines else None
     for n, (_, seq_id, r, _) in enumerate(lines):
         if n in s.errors: errors.setdefault(r, s.errors[n])
         else: tokens.setdefault(seq_id, []).append(s.token_ids[n])
     note_logprobs(logits, [(i, c, t) for (i, _, _, c), t in zip(lines, s.token_ids if s else ()) if t is not None], tokenizer)
-    return tokens, errors
+    return tokens
+
+def draw(logits: Tensor, choices: list[Choice]) -> Sampled:
+    "A token for each choice; logits `[len(choices), vocab]`."
+    params = [c.params for c in choices]
+    logits = adjust(logits, params, [c.seen for c in choices], [c.eos_ids for c in choices],
+                    [len(c.seq.output) for c in choices])
+    return sample(logits, params, [c.stream for c in choices])
 
 # %% ../nbs/09_engine.ipynb #note-logprobs
 def note_logprobs(logits: Tensor, drawn: list[tuple[int, Choice, int]], tokenizer):

@@ -40,6 +40,7 @@ class Sequence:
     salt: str | None = None       # it shares cached blocks with the same salt only
     output: list[int] = field(default_factory=list)
     num_computed: int = 0         # 0 <= num_computed <= num_tokens
+    needed_from: int | None = None    # logits of the prompt are wanted, from this position on
     group: "Group | None" = field(default=None, repr=False)    # set by the scheduler
 
     @property
@@ -50,6 +51,18 @@ class Sequence:
     def remaining(self) -> int:
         "Tokens that are known but not computed: what a step could do for this sequence."
         return len(self.prompt) + len(self.output) - self.num_computed
+
+    @property
+    def findable(self) -> int:
+        "Its first tokens, of which all but the last may be found instead of computed."
+        if self.needed_from is None or self.output: return self.num_tokens
+        return min(self.num_tokens, self.needed_from + 1)
+
+    def num_logits(self, n: int) -> int:
+        "If the next `n` tokens are computed: the logits of how many of them are wanted."
+        samples = int(n == self.remaining)
+        if self.output: return samples
+        return max(samples, n - max(0, self.needed_from - self.num_computed))
 
     def tokens_from(self, start: int, n: int) -> list[int]:
         "`n` tokens from position `start`, of prompt and output as one list."
@@ -66,6 +79,7 @@ class Row:
     blocks: list[int]             # its table from logical block `first_block` on
     samples: bool                 # these reach its last token, so the next can be sampled
     first_block: int = 0          # 0, and all of the table, when it enters
+    num_logits: int = 0           # the logits of its last so many tokens are wanted
 
 
 @dataclass
@@ -119,8 +133,8 @@ def check_limits(blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens
     for name, value in [("max_num_seqs", max_num_seqs),
                         ("max_num_batched_tokens", max_num_batched_tokens)]:
         if value < 1: raise ValueError(f"{name} is {value}: it must be at least 1")
-    if not 0 <= watermark < 1:
-        raise ValueError(f"watermark is {watermark}: it must be at least 0 and below 1")
+    if type(watermark) not in (int, float) or not 0 <= watermark < 1:
+        raise ValueError(f"watermark is {watermark!r}: it must be at least 0 and below 1")
     slots = blocks.num_blocks * blocks.block_size
     if max_model_len is not None and not 2 <= max_model_len <= slots + 1:
         raise ValueError(f"max_model_len is {max_model_len}: it must be at least 2 and at "
@@ -170,11 +184,6 @@ class Group:
         return all(seq.remaining == 1 for seq in self.seqs)
 
     @property
-    def first_rows(self) -> int:
-        "Tokens of budget without which it cannot take part in a step."
-        return len(self.seqs) if self.decodes else 1
-
-    @property
     def left(self) -> int:
         "Tokens that each of its sequences may still generate."
         return self.seqs[0].max_tokens - len(self.seqs[0].output)
@@ -201,7 +210,8 @@ class Draft:
         "A row with the next `n` tokens of `seq`, whose table grew."
         start, samples = seq.num_computed, n == seq.remaining
         self.rows[seq.seq_id] = Row(seq.seq_id, seq.tokens_from(start, n), start,
-                                    growth.blocks, samples, growth.first)
+                                    growth.blocks, samples, growth.first,
+                                    samples if seq.needed_from is None else seq.num_logits(n))
         self.copies[seq.seq_id] = growth.copies
         self.budget -= n
 
@@ -330,6 +340,7 @@ class Endings(Leaving):
         if (seq := self.sequences.get(seq_id)) is None:
             raise ValueError(f"sequence {seq_id!r} is not live")
         seq.group.places -= 1
+        self.refusal = None                    # its request may need less now
         self.drop(seq)
 
     def drop(self, seq: Sequence):
@@ -372,7 +383,7 @@ class Pins(Endings):
     def pinned_part(self, seq: Sequence) -> tuple[int, int]:
         "(tokens, pin): the most that `seq` shares with one pin, short of its last token."
         if seq.salt is not None or not self.pins: return 0, -1
-        tokens = seq.tokens_from(0, seq.num_tokens - 1)
+        tokens = seq.tokens_from(0, seq.findable - 1)
         return max(((len(commonprefix([tokens, pinned])), pin)
                     for pin, pinned in self.pins.items()), default=(0, -1))
 
@@ -381,7 +392,7 @@ class Lookups(Pins):
     "What the pool has of a group's tokens already, and what the group needs besides."
     def found(self, seq: Sequence) -> tuple[list[int], int, int]:
         "Of its tokens the pool has (cached blocks, pinned tokens, pin), one of the two."
-        hits = self.blocks.lookup(seq.tokens_from(0, seq.num_tokens), seq.salt)
+        hits = self.blocks.lookup(seq.tokens_from(0, seq.findable), seq.salt)
         num_pinned, pin = self.pinned_part(seq)
         if num_pinned > len(hits) * self.blocks.block_size: return [], num_pinned, pin
         return hits, 0, -1
@@ -392,7 +403,7 @@ class Lookups(Pins):
         shared = group.num_shared // size if len(group.seqs) > 1 else 0
         needed = shared + len(group.seqs) * (-(-first.num_tokens // size) - shared)
         hits, num_pinned, _ = self.found(first)
-        tokens = first.tokens_from(0, first.num_tokens)
+        tokens = first.tokens_from(0, first.findable)
         self.missing = self.blocks.digest_after(hits, tokens, first.salt)
         return needed - len(hits) - num_pinned // size + self.blocks.num_free_of(hits)
 
@@ -435,8 +446,10 @@ class Gangs(Entries):
         first, *others = group.seqs
         others = [seq for seq in others if seq.seq_id not in self.blocks.tables]
         if not others or first.num_computed < (shared := group.num_shared): return
+        common = self.blocks.table(first.seq_id).blocks[:shared // self.blocks.block_size]
         for seq in others:
             hits = self.blocks.lookup(seq.tokens_from(0, seq.num_tokens), seq.salt)
+            if hits[:len(common)] != common: hits = []      # equal, but not what the first has
             seq.num_computed = max(len(hits) * self.blocks.block_size, shared)
             if seq.num_computed > shared: self.blocks.adopt(seq.seq_id, hits, seq.salt)
             else: self.blocks.fork(first.seq_id, seq.seq_id, shared)
@@ -471,7 +484,9 @@ class Recovery(Gangs):
         if self.preemption != "auto": return self.preemption == "swap"
         shared = group.num_shared * (len(group.seqs) - 1)        # computed once, for all
         num_tokens = sum(seq.num_computed for seq in group.seqs) - shared
-        held = {b for seq in group.seqs for b in self.blocks.table(seq.seq_id).blocks}
+        size, table = self.blocks.block_size, self.blocks.table
+        held = {b for seq in group.seqs
+                for b in table(seq.seq_id).blocks[:-(-seq.num_computed // size)]}
         return self.costs.swap_s(len(held)) < self.costs.recompute_s(num_tokens)
 
     def lose(self, seq: Sequence):
@@ -527,7 +542,7 @@ class Moves(Preemption):
     def can_admit(self, draft: Draft) -> bool:
         "Has the last one come in, and are there budget, places and room?"
         line = self.preempted or self.waiting
-        if not line or draft.budget < line[0].first_rows: return False
+        if not line or draft.budget < len(line[0].seqs): return False
         if not all(g.decodes or draft.samples(g) for g in self.running): return False
         places = sum(g.places for g in self.running) + line[0].places
         if places > self.max_places: return False
@@ -552,6 +567,7 @@ class Outcomes(Moves):
         for row in rows:
             seq = self.sequences[row.seq_id]
             seq.num_computed += len(row.tokens)
+            if row.num_logits and seq.needed_from is not None: seq.needed_from = max(seq.needed_from, seq.num_computed)
             self.blocks.commit(seq.seq_id, seq.num_computed, seq.tokens_from)
         for group in dict.fromkeys(self.sequences[row.seq_id].group for row in rows):
             self.follow(group)
@@ -571,7 +587,7 @@ class Outcomes(Moves):
         "A sequence that shares what its parent has, and goes on with a token of its own."
         child = Sequence(self.new_id(), parent.request_id, parent.prompt, parent.max_tokens,
                          parent.width, parent.salt, [*parent.output, token],
-                         parent.num_computed, parent.group)
+                         parent.num_computed, group=parent.group)
         self.blocks.fork(parent.seq_id, child.seq_id)
         self.sequences[child.seq_id] = child
         return child

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedlm import LLM, Engine, SamplingParams
-from pagedlm.engine import Detokenizer
+from pagedlm.text import Detokenizer
 from pagedlm.models import load_model, load_tokenizer
 
 VOCAB = 128

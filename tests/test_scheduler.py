@@ -1560,3 +1560,33 @@ def test_odd_block_sizes(size, mode):
     with pytest.raises(ValueError, match="max_model_len is 50"): gang(scheduler, "D", 49, 2, 1)
     for bad in (0, -4):
         with pytest.raises(ValueError, match=f"block_size is {bad}"): make(4, bad)
+
+
+def test_a_gang_that_returns_holds_its_common_part_once():
+    "A greedy request and a gang with its prompt, both lost: who commits first has equal blocks, which are not the gang's."
+    s = make(30, 4, caching=True)
+    b, a = gang(s, "B", 12, 20, 1), gang(s, "A", 12, 20, 2)
+    runner = FakeRunner(s)
+    def go(answers):
+        plan = s.schedule()
+        runner.execute(plan)
+        s.update(plan, {row.seq_id: answers(row.seq_id) for row in plan.rows if row.samples})
+    go(lambda i: [2] if i == b.seq_id else [1, 2])
+    for token in range(3, 10): go(lambda i: [token])
+    put_out(s, runner, a, b)
+    s.blocks.append(99, 0, reserve=120)      # all contents are overwritten
+    s.blocks.free(99)
+    go(lambda i: [50])
+    first, second = (s.blocks.table(seq.seq_id).blocks for seq in a.group.seqs)
+    assert first[:3] == second[:3]
+    s.abort("B")
+    assert s.blocks.num_used == 3 + 2 * (-(-a.num_tokens // 4) - 3)
+
+
+def test_auto_counts_the_blocks_that_would_move():
+    "Mid-prefill the prompt's blocks are all reserved; those that are empty cost no transfer."
+    s = make(6, 4, preemption="auto", num_host=6, link=1, max_num_batched_tokens=8)
+    a, b = add(s, 4, 20)
+    plan = s.schedule()
+    s.update(plan, {row.seq_id: [1] for row in plan.rows if row.samples})
+    assert b.num_computed == 4 and len(s.blocks.table(b.seq_id).blocks) == 5 and s.wants_swap(b.group)
