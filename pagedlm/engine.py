@@ -350,9 +350,10 @@ class Choice:
         return "length" if n == self.seq.max_tokens else None
 
     def end(self, reason: str):
-        "No more tokens: what was held back belongs to the text."
+        "No more tokens: what was held back belongs to the text, or turns out to be a stop string."
         self.finish_reason = reason
-        if reason != "error": self.words.finish()
+        found = None if reason == "error" else self.words.finish(len(self.seq.output) > self.params.min_tokens)
+        if found and reason == "length": self.finish_reason, self.stop_reason = "stop", found
 
     @property
     def cumulative_logprob(self) -> float:
