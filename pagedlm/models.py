@@ -473,6 +473,10 @@ def load_tokenizer(name: str | Path):
     return AutoTokenizer.from_pretrained(resolve_model(name))
 
 # %% ../nbs/07_models.ipynb #checkpoint
+KINDS = ("weight", "bias")
+BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias",
+           ".attention.masked_bias")         # saved by old versions; they hold no weights
+
 def open_safetensors(path: Path):
     """A safetensors file, memory-mapped; ValueError if it is none, or damaged."""
     from safetensors import SafetensorError, safe_open
@@ -494,11 +498,6 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
         if not file.is_file():
             raise ValueError(f"{index.name} names a missing file: {file}")
     return files
-
-# %% ../nbs/07_models.ipynb #buffers
-KINDS = ("weight", "bias")
-BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias",
-           ".attention.masked_bias")         # saved by old versions; they hold no weights
 
 # %% ../nbs/07_models.ipynb #weights
 class Weights:
