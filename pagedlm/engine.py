@@ -520,7 +520,7 @@ def new_request(engine: Requests, prompt: str | None, seq: Sequence, params: Sam
     "A request with its choices, each with a random stream of its own; or with its beams."
     tokenizer, eos_ids = engine.tokenizer, () if params.ignore_eos else engine.config.eos_token_ids
     prompt_logprobs = None if params.prompt_logprobs is None else [None]
-    if params.use_beam_search and seq.max_tokens:
+    if params.use_beam_search and params.max_tokens != 0:
         beams = BeamSearch(params.width, params.n, params.length_penalty, params.early_stopping,
                            {*params.stop_token_ids, *eos_ids}, seq.max_tokens, params.logprobs, tokenizer and len(tokenizer))
         return Request(prompt, seq, params, [], beams, tokenizer, prompt_logprobs)
