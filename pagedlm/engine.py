@@ -27,11 +27,11 @@ from .text import TextStream
 # %% auto #0
 __all__ = ['LINK_BYTES_S', 'FLOPS_S', 'Tables', 'Runner', 'graph_sizes', 'record', 'padded_step', 'DecodeGraphs', 'check_limits',
            'resolve_max_model_len', 'cgroup_memory', 'available_memory', 'pool_size', 'host_pool_size', 'swap_costs',
-           'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'CompletionOutput', 'RequestOutput',
-           'Choice', 'Request', 'beam_output', 'EngineStats', 'Books', 'Requests', 'new_request', 'Lifecycle',
-           'Closing', 'PinnedPrefix', 'Recording', 'Recordings', 'Prefixes', 'find_tokenizer', 'load', 'Stepping',
-           'Engine', 'run_plan', 'end_search', 'take_token', 'note_prompts', 'next_tokens', 'draw', 'note_logprobs',
-           'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
+           'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'tokens_at_most', 'CompletionOutput',
+           'RequestOutput', 'Choice', 'Request', 'beam_output', 'EngineStats', 'Books', 'Requests', 'new_request',
+           'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Recordings', 'Prefixes', 'find_tokenizer', 'load',
+           'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token', 'note_prompts', 'next_tokens', 'draw',
+           'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -296,6 +296,12 @@ def resolve_max_tokens(asked: int | None, num_prompt: int, max_model_len: int) -
                          f"{num_prompt + asked}, and max_model_len is {max_model_len}")
     return room if asked is None else asked
 
+def tokens_at_most(num_prompt: int, width: int, num_blocks: int, block_size: int) -> int:
+    "How many tokens each of `width` sequences may generate so that all fit into the pool; at least 1."
+    shared = num_prompt // block_size                              # blocks; the others are each one's own
+    slots = (shared + (num_blocks - shared) // width) * block_size
+    return max(slots - num_prompt + 1, 1)                          # the last token has no slot
+
 # %% ../nbs/09_engine.ipynb #outputs
 @dataclass
 class CompletionOutput:
@@ -504,6 +510,9 @@ class Requests:
         params = self.prompts.check_params(params)
         ids, width = self.prompts.encode(prompt), params.width if params.use_beam_search or not params.greedy else 1
         max_tokens = resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len)
+        if params.max_tokens is None:                        # and not more than the pool can hold of all of them
+            room = self.blocks.num_blocks - self.scheduler.num_pinned
+            max_tokens = min(max_tokens, tokens_at_most(len(ids), width, room, self.blocks.block_size))
         if params.min_tokens > max_tokens:
             raise ValueError(f"min_tokens = {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
         reads = max_tokens == 0 and params.prompt_logprobs is not None

@@ -1,5 +1,6 @@
 "The engine on a tiny random model (fp32): nothing that happens around a request changes its ids."
 import gc
+import itertools
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagedlm import LLM, Engine, SamplingParams
-from pagedlm.text import Detokenizer
+from pagedlm.engine import tokens_at_most
 from pagedlm.models import load_model, load_tokenizer
+from pagedlm.scheduler import Sequence, blocks_at_most
+from pagedlm.text import Detokenizer
 
 VOCAB = 128
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate([1, 3, 15, 16, 17, 40, 9, 64])]
@@ -400,3 +403,13 @@ def test_ids_without_a_token_are_never_sampled(model):
     done = run(Engine(model, tokenizer=Short(), num_blocks=64), [[5, 6, 7]], SamplingParams(
         temperature=2.0, max_tokens=100, ignore_eos=True))
     assert max(done["0"].outputs[0].token_ids) < 100
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_tokens_at_most_is_what_just_fits(size):
+    "`max_tokens=None` with several sequences: the most that the scheduler would accept, if that is more than one."
+    for num_blocks, n, width in itertools.product(range(1, 30, 2), range(1, 50), (1, 2, 3)):
+        most = tokens_at_most(n, width, num_blocks, size)
+        need = [blocks_at_most(Sequence(0, "A", [0] * n, m, width), size) for m in (most, most + 1)]
+        assert need[1] > num_blocks and (need[0] <= num_blocks or most == 1)
+
