@@ -12,9 +12,10 @@ __all__ = ['UNQUANTIZED', 'PLAIN', 'GGUF', 'LLAMA', 'FAMILIES', 'MODELS', 'KINDS
            'load_tokenizer', 'open_safetensors', 'checkpoint_files', 'Weights', 'rope_tables', 'rotate',
            'packed_product_works', 'pack', 'packed_product', 'cpu_has_product', 'upcast_product', 'Linear',
            'read_product', 'read_linear', 'default_rope', 'linear_rope', 'llama3_rope', 'yarn_rope', 'yarn_scale',
-           'rope_settings', 'rope_dim', 'rope_frequencies', 'ModelConfig', 'size_facts', 'layer_facts', 'layer_windows',
-           'Norm', 'LayerParts', 'Layer', 'read_norm', 'read_layer', 'Embedding', 'read_embedding', 'Head', 'read_head',
-           'write_and_attend', 'model_bytes', 'Model', 'read_config', 'pick_dtype', 'pick_device', 'load_model', 'kin']
+           'rope_settings', 'check_rope_type', 'rope_dim', 'rope_frequencies', 'ModelConfig', 'size_facts',
+           'layer_facts', 'layer_windows', 'Norm', 'LayerParts', 'Layer', 'read_norm', 'read_layer', 'Embedding',
+           'read_embedding', 'Head', 'read_head', 'write_and_attend', 'model_bytes', 'Model', 'hf_config',
+           'read_config', 'pick_dtype', 'pick_device', 'load_model', 'kin']
 
 # %% ../nbs/07_models.ipynb #imports
 import errno
@@ -708,6 +709,11 @@ def rope_settings(config) -> dict:
     rope.setdefault("rope_type", old_spelling)
     return rope
 
+def check_rope_type(kind: str) -> None:
+    """ValueError names a rope type that is not implemented."""
+    if kind not in ROPE:
+        raise ValueError(f"rope type {kind!r} is not implemented; allowed: {', '.join(ROPE)}")
+
 def rope_dim(rope: dict, head_dim: int) -> int:
     """How many dimensions of a head rope turns; the others are left as they are."""
     return int(head_dim * rope.get("partial_rotary_factor", 1.0))
@@ -720,9 +726,7 @@ def rope_frequencies(rope: dict, head_dim: int) -> tuple[Tensor, float]:
     settings, dim = dict(rope), rope_dim(rope, head_dim)
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
     settings.pop("partial_rotary_factor", None)
-    if kind not in ROPE:
-        raise ValueError(f"rope type {kind!r} is not implemented; "
-                         f"allowed: {', '.join(ROPE)}")
+    check_rope_type(kind)
     freqs = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
     if kind == "yarn": settings["rope_theta"] = theta
     try: inspect.signature(ROPE[kind]).bind(freqs, **settings)
@@ -1003,17 +1007,27 @@ class Model:
         return model_bytes(self)
 
 # %% ../nbs/07_models.ipynb #read-config
+def hf_config(folder: Path):
+    """A folder's `transformers` config; ValueError where its values make no sense there."""
+    from transformers import AutoConfig
+    try: return AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
 def read_config(folder: Path) -> ModelConfig:
     """The facts of a model folder; a text ends at any end token that one of its files names
     (config.json, generation_config.json, the tokenizer's)."""
-    from transformers import AutoConfig
     raw = read_json(folder / "config.json")
     find_family(raw.get("architectures"), raw.get("model_type"))
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if isinstance(rope, dict):
+        check_rope_type(rope.get("rope_type") or rope.get("type") or "default")
     eos = as_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
     if any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model")):
         eos += as_ids(load_tokenizer(folder).eos_token_id)
-    return ModelConfig.from_hf(AutoConfig.from_pretrained(folder), eos)
+    return ModelConfig.from_hf(hf_config(folder), eos)
 
+# %% ../nbs/07_models.ipynb #load-model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -1033,7 +1047,6 @@ def pick_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device={str(device)!r}: PyTorch sees no GPU here; use 'cpu'")
     return torch.device(device)
 
-# %% ../nbs/07_models.ipynb #load-model
 def load_model(name: str | Path, dtype: str | torch.dtype = "auto",
                device: str | torch.device = "auto", progress: bool = False) -> Model:
     """Load a model by a name that `resolve_model` understands.

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from pagedlm import Engine, SamplingParams
 from pagedlm.attention import PagedBatch
 from pagedlm.blocks import KVCache
-from pagedlm.models import FAMILIES, Model, ModelConfig, Weights, load_model
+from pagedlm.models import FAMILIES, Model, ModelConfig, Weights, load_model, read_config
 
 VOCAB, STEPS = 101, 40
 LENGTHS = {"a": 3, "b": 17, "c": 33}          # 33 + 40 tokens: more than three times ROPE_LENGTH
@@ -308,6 +308,47 @@ def test_another_architecture_is_refused_with_the_list_of_those_that_are_not(tmp
     (tmp_path / "config.json").write_text(json.dumps(dict(architectures=[architecture], model_type="llama")))
     with pytest.raises(ValueError) as error: load_model(tmp_path)
     assert all(name in str(error.value) for name in (architecture, *FAMILIES))
+
+
+PUBLISHED = {     # what differs from the defaults in the config.json of some models that people have
+    "Phi-3-mini-4k": (dict(
+        architectures=["Phi3ForCausalLM"], model_type="phi3", hidden_size=3072, num_attention_heads=32,
+        original_max_position_embeddings=4096, rope_scaling=None, rope_theta=10000.0, sliding_window=2047,
+        auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}), dict(windows=(2047,) * 32, head_dim=96, max_model_len=4096)),
+    "Qwen2.5-0.5B": (dict(
+        architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=896, num_attention_heads=14,
+        num_key_value_heads=2, num_hidden_layers=24, max_window_layers=21, rope_theta=1000000.0, sliding_window=32768,
+        tie_word_embeddings=True, use_mrope=False, use_sliding_window=False), dict(windows=(None,) * 24, qkv_bias=True, out_bias=False)),
+    "Mistral-7B-v0.1": (dict(
+        architectures=["MistralForCausalLM"], model_type="mistral", rope_theta=10000.0, sliding_window=4096),
+        dict(windows=(4096,) * 32, num_kv_heads=8)),
+    "opt-350m": (dict(
+        architectures=["OPTForCausalLM"], model_type="opt", hidden_size=1024, do_layer_norm_before=False, ffn_dim=4096,
+        num_attention_heads=16, num_hidden_layers=24, word_embed_proj_dim=512, prefix="</s>", layerdrop=0.0),
+        dict(embed_size=512, norm_first=False, intermediate_size=4096, rope=None, tie_embeddings=True)),
+    "pythia-70m": (dict(
+        architectures=["GPTNeoXForCausalLM"], model_type="gpt_neox", hidden_size=512, num_attention_heads=8,
+        num_hidden_layers=6, rotary_emb_base=10000, rotary_pct=0.25), dict(parallel=True, tie_embeddings=False, rope=dict(
+            rope_type="default", rope_theta=10000, partial_rotary_factor=0.25))),
+    "gpt2": (dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_layer=12),
+             dict(intermediate_size=3072, tie_embeddings=True, activation="gelu_new", max_model_len=1024)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_understood(tmp_path, name):
+    raw, facts = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = read_config(tmp_path)
+    assert {key: getattr(read, key) for key in facts} == facts
+
+
+@pytest.mark.parametrize("changes, said", [
+    (dict(rope_scaling=dict(type="su", short_factor=[1.] * 48, long_factor=[1.] * 48)), "rope type 'su'.*allowed"),
+    (dict(rope_scaling=dict(type="linear")), "config.json.*factor"), (dict(hidden_size="large"), "config.json.*hidden_size")])
+def test_a_config_that_makes_no_sense_is_a_value_error(tmp_path, changes, said):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Mistral-7B-v0.1"][0] | changes))
+    with pytest.raises(ValueError, match=f"(?s){said}"): read_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2"])
