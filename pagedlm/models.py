@@ -615,7 +615,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None,
                  scratch: Tensor | None = None):
         self.shape, self.bias = tuple(weight.shape), bias
-        self.num_bytes = weight.nbytes
+        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         self.weight, self.product = weight, F.linear
         if weight.device.type != "cpu": return
         if weight.dtype == torch.float32:
@@ -712,7 +712,8 @@ def rope_settings(config) -> dict:
 def check_rope_type(kind: str) -> None:
     """ValueError names a rope type that is not implemented."""
     if kind not in ROPE:
-        raise ValueError(f"rope type {kind!r} is not implemented; allowed: {', '.join(ROPE)}")
+        raise ValueError(f"rope type {kind!r} is not implemented; "
+                         f"allowed: {', '.join(ROPE)}")
 
 def rope_dim(rope: dict, head_dim: int) -> int:
     """How many dimensions of a head rope turns; the others are left as they are."""
