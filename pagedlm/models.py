@@ -798,6 +798,9 @@ def layer_facts(config, family: Family) -> dict:
 def layer_windows(config) -> tuple[int | None, ...]:
     """For each layer how many tokens it sees, its own included; None: all."""
     window = getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window={window} is not implemented; allowed: None or "
+                         "at least 1")
     kinds = {"full_attention": None, "sliding_attention": window}
     default = "sliding_attention" if window else "full_attention"
     layers = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers

@@ -294,7 +294,7 @@ def test_no_weight_may_be_missing_or_left_over_or_of_another_shape(case, tmp_pat
 # ---- what has no case of its own ---------------------------------------------------------
 
 REFUSED = {
-    "mistral": dict(layer_types=["full_attention", "sliding_attention"], quantization_config=dict(quant_method="awq")),
+    "mistral": dict(layer_types=["full_attention", "sliding_attention"], sliding_window=0, quantization_config=dict(quant_method="awq")),
     "qwen2": dict(dual_chunk_attention_config=dict(chunk_size=8), use_mrope=True, hidden_act="quick_gelu",
                   layer_types=["full_attention", "chunked_attention"]),
     "qwen3": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.),
