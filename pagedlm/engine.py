@@ -612,6 +612,7 @@ class Recording:
     plans: list[Plan] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)     # seq_id -> request
     pinned: list[dict] = field(default_factory=list)         # after each plan: pin -> its table
+    on_host: list[set] = field(default_factory=list)         # and the seq_ids that wait on the host
 
     def add(self, plan: Plan, scheduler: Scheduler):
         "Note a plan; requests of `LLM.generate` go by their number."
@@ -619,14 +620,16 @@ class Recording:
         seqs, tables = scheduler.sequences, scheduler.blocks.tables
         self.owners |= {r.seq_id: seqs[r.seq_id].request_id.removeprefix("generate-") for r in plan.rows}
         self.pinned.append({pin: tables[pin].entries() for pin in scheduler.pins})
+        self.on_host.append(set(scheduler.host.tables))
 
     def frames(self) -> list:
-        """The tables after each plan, to be drawn (see `pagedlm.drawing`). Which free blocks can
-        still be found by their contents is in no plan."""
+        """The tables after each plan, to be drawn (see `pagedlm.drawing`). What is in no plan: which free blocks
+        can still be found by their contents; and that a request ended while it was on the host."""
         from pagedlm.drawing import replay
         frames = replay(self.plans, self.owners, self.num_blocks, self.block_size)
         return [replace(f, tables={**f.tables, **pins}, owners={**f.owners, **{pin: "pin" for pin in pins}},
-                        num_host_blocks=self.num_host_blocks) for f, pins in zip(frames, self.pinned)]
+                        host={i: t for i, t in f.host.items() if i in kept}, num_host_blocks=self.num_host_blocks)
+                for f, pins, kept in zip(frames, self.pinned, self.on_host)]
 
 # %% ../nbs/09_engine.ipynb #recordings
 class Recordings(Closing):
