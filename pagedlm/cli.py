@@ -7,15 +7,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from . import __version__
+from .text import Detokenizer
 
 # %% auto #0
-__all__ = ['DTYPES', 'pool_line', 'as_json', 'generate', 'finish', 'bench_throughput', 'bench_kernels', 'bench_sharing',
-           'bench_scheduler', 'positive', 'model_options', 'add_generate', 'add_bench', 'add_throughput', 'add_kernels',
-           'add_sharing', 'add_scheduler', 'parser', 'main']
+__all__ = ['WAYS_OUT', 'HELP', 'DTYPES', 'pool_line', 'as_json', 'ctrl_c', 'stream', 'write', 'say', 'load_engine', 'generate',
+           'finish', 'Turn', 'splice', 'Conversation', 'hit_line', 'Chat', 'command', 'read_line', 'typed_lines',
+           'converse', 'chat', 'bench_throughput', 'bench_kernels', 'bench_sharing', 'bench_scheduler', 'positive',
+           'model_options', 'engine_options', 'sampling_options', 'add_generate', 'add_chat', 'add_bench',
+           'add_throughput', 'add_kernels', 'add_sharing', 'add_scheduler', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -31,34 +40,224 @@ def as_json(out, stats, seconds: float) -> dict:
     return {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason,
             "error": out.error, "seconds": round(seconds, 3), "stats": vars(stats)}
 
+# %% ../nbs/13_cli.ipynb #interrupt
+@contextmanager
+def ctrl_c() -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets instead of raising KeyboardInterrupt; the second one raises. Where
+    somebody else handles the signal, or in another thread, nothing changes."""
+    asked = threading.Event()
+    def note(signum, frame):
+        if asked.is_set(): raise KeyboardInterrupt
+        asked.set()
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    signal.signal(signal.SIGINT, note)
+    try: yield asked
+    finally: signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# %% ../nbs/13_cli.ipynb #stream
+def stream(engine, ids: list[int], params, show: Callable[[str], None]):
+    "Serve one request, `show` each new piece of its text, and return its last output. Ctrl-C stops it."
+    shown = 0
+    with ctrl_c() as stop:
+        engine.add_request("stream", ids, params)
+        while engine.has_unfinished():
+            if stop.is_set(): engine.abort("stream")
+            for out in engine.step():
+                text = out.outputs[0].text
+                show(text[shown:])
+                shown = len(text)
+    return out
+
+def write(piece: str):
+    print(piece, end="", flush=True)
+
+def say(line: str):
+    "A line about the answer; the answer itself is all that standard output gets."
+    print(line, file=sys.stderr, flush=True)
+
+# %% ../nbs/13_cli.ipynb #load-engine
+def load_engine(args: argparse.Namespace, **kwargs):
+    "The engine that the options ask for, for one request at a time."
+    from pagedlm.engine import Engine
+    return Engine(args.model, dtype=args.dtype, device=args.device, max_num_seqs=1,
+                  block_size=args.block_size, num_blocks=args.num_blocks, progress=True, **kwargs)
+
 # %% ../nbs/13_cli.ipynb #generate
 def generate(args: argparse.Namespace) -> int:
     "Stream one answer to stdout; the pool's line goes to stderr."
-    from pagedlm.engine import Engine, SamplingParams
+    from pagedlm.sampling import SamplingParams
     if not args.prompt.strip(): raise ValueError("the prompt is empty")
-    params = partial(SamplingParams, temperature=args.temperature, seed=args.seed)
+    params = partial(SamplingParams, temperature=args.temperature, top_p=args.top_p, seed=args.seed,
+                     stop=args.stop)
     params()                                     # refused before the model is loaded
-    engine = Engine(args.model, dtype=args.dtype, device=args.device, max_num_seqs=1,
-                    block_size=args.block_size, num_blocks=args.num_blocks, progress=True)
+    engine = load_engine(args)
     chat = not args.raw and getattr(engine.tokenizer, "chat_template", None)
     ids = (engine.prompts.encode_chat([{"role": "user", "content": args.prompt}]) if chat
            else engine.prompts.encode(args.prompt))
     n = args.max_tokens or max(1, min(128, engine.max_model_len - len(ids)))
-    engine.add_request("generate", ids, params(max_tokens=n))
-    start, shown = time.perf_counter(), 0
-    while engine.has_unfinished():
-        for out in engine.step():
-            text = out.outputs[0].text
-            if not args.json: print(text[shown:], end="", flush=True)
-            shown = len(text)
+    start = time.perf_counter()
+    out = stream(engine, ids, params(max_tokens=n), (lambda piece: None) if args.json else write)
     return finish(args, out, engine.stats(), time.perf_counter() - start)
 
 def finish(args: argparse.Namespace, out, stats, seconds: float) -> int:
-    "The line about the pool or the JSON object; the exit status."
+    "The line about the pool or the JSON object; the exit status, 130 after Ctrl-C."
     print(json.dumps(as_json(out, stats, seconds)) if args.json else "", flush=True)
-    print("\n" + pool_line(stats, seconds), file=sys.stderr)
-    if out.error: print(f"pagedlm: error: {out.error}", file=sys.stderr)
-    return 1 if out.error else 0
+    say("\n" + pool_line(stats, seconds))
+    if out.error: say(f"pagedlm: error: {out.error}")
+    return 1 if out.error else 130 if out.outputs[0].finish_reason == "abort" else 0
+
+# %% ../nbs/13_cli.ipynb #splice
+@dataclass
+class Turn:
+    "A question, the prompt that it made, as text and as token ids, and what the model wrote."
+    question: str
+    text: str
+    prompt_ids: list[int]
+    answer: str = ""
+    ids: list[int] = field(default_factory=list)
+
+def splice(tokenizer, text: str, plain: list[int], turns: list[Turn]) -> list[int]:
+    """Token ids that spell `text`, a prompt, and begin with those that former turns used, as far as
+    these spell it too. `plain`: the tokenizer's own ids of the text, if none do."""
+    decode = Detokenizer(tokenizer, skip_special_tokens=False).decode
+    for turn in reversed(turns):
+        if not text.startswith(turn.text): continue
+        tail = text[len(turn.text):]
+        n = next(n for n in range(len(turn.ids), -1, -1) if tail.startswith(decode(turn.ids[:n])))
+        rest = tokenizer(tail[len(decode(turn.ids[:n])):], add_special_tokens=False)["input_ids"]
+        ids = turn.prompt_ids + turn.ids[:n] + rest
+        if decode(ids) == decode(plain): return ids
+    return plain
+
+# %% ../nbs/13_cli.ipynb #conversation
+class Conversation:
+    "What was said so far, in the model's chat template."
+    def __init__(self, engine, system: str | None = None):
+        self.prompts, self.tokenizer, self.turns = engine.prompts, engine.tokenizer, []
+        self.system = [] if system is None else [{"role": "system", "content": system}]
+
+    def messages(self, question: str) -> list[dict]:
+        said = [("user", t.question, "assistant", t.answer) for t in self.turns]
+        return self.system + [{"role": role, "content": text} for a, q, b, answer in said
+                              for role, text in ((a, q), (b, answer))] + [
+                                  {"role": "user", "content": question}]
+
+    def ask(self, question: str) -> Turn:
+        "The next turn, without its answer. ValueError if the template refuses it."
+        messages = self.messages(question)
+        plain = self.prompts.encode_chat(messages)
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return Turn(question, text, splice(self.tokenizer, text, plain, self.turns))
+
+    def answered(self, turn: Turn, answer: str, ids: list[int]):
+        "Add a turn to what was said."
+        turn.answer, turn.ids = answer, ids
+        self.turns.append(turn)
+
+# %% ../nbs/13_cli.ipynb #hit-line
+WAYS_OUT = "/reset begins a new one, /undo takes the last turn back"
+HELP = """/help   show this
+/undo   take back the last question and its answer
+/reset  forget the whole conversation and begin a new one
+/quit   leave; so does Ctrl-D
+Ctrl-C stops an answer (what is there of it stays in the conversation), and leaves at the prompt."""
+
+def hit_line(out, seconds: float) -> str:
+    "What the cache saved, and the pace of the answer from the question on."
+    n, stopped = len(out.outputs[0].token_ids), out.outputs[0].finish_reason == "abort"
+    return (f"({out.num_cached_tokens} of {len(out.prompt_token_ids)} prompt tokens were cached; {n} tokens, "
+            f"{n / max(seconds, 1e-9):.1f} tokens/s{'; stopped' if stopped else ''})")
+
+# %% ../nbs/13_cli.ipynb #chat-class
+class Chat:
+    "A conversation with somebody who types."
+    def __init__(self, engine, params, max_tokens: int, system: str | None = None):
+        self.engine, self.params, self.max_tokens = engine, params, max_tokens
+        self.talk, self.refused = Conversation(engine, system), 0
+        if system is not None: self.talk.ask("Hello")          # a template may refuse it: say so now
+
+    def refuse(self, why: str):
+        self.refused += 1
+        say(f"pagedlm: {why}")
+
+    def ask(self, question: str):
+        "Answer a question, or say why not; only what was answered becomes part of the conversation."
+        try: turn = self.talk.ask(question)
+        except ValueError as e: return self.refuse(str(e))
+        limit, n = self.engine.max_model_len, len(turn.prompt_ids)
+        if n >= limit: return self.refuse(f"with this question the conversation has {n} tokens, and at most "
+                                          f"{limit} fit, the answer included: {WAYS_OUT}")
+        start, params = time.perf_counter(), self.params(max_tokens=min(self.max_tokens, limit - n))
+        out = stream(self.engine, turn.prompt_ids, params, write)
+        write("\n")
+        answer = out.outputs[0]
+        if answer.token_ids: self.talk.answered(turn, answer.text, answer.token_ids)
+        say(hit_line(out, time.perf_counter() - start))
+        if out.error: self.refuse(out.error)
+        elif answer.finish_reason == "length": say(self.why_cut(params.max_tokens))
+
+    def why_cut(self, max_tokens: int) -> str:
+        if max_tokens == self.max_tokens: return f"(cut at --max-tokens {max_tokens})"
+        return f"(cut: the conversation is full, {self.engine.max_model_len} tokens: {WAYS_OUT})"
+
+# %% ../nbs/13_cli.ipynb #chat-lines
+def command(chat: Chat, name: str):
+    "What begins with a slash and is one word."
+    turns = chat.talk.turns
+    if name == "/help": say(HELP)
+    elif name == "/reset":
+        turns.clear()
+        say("(a new conversation)")
+    elif name == "/undo" and turns: say(f"(taken back: {turns.pop().question})")
+    elif name == "/undo": say("(there is nothing to take back)")
+    else: chat.refuse(f"there is no command {name}; /help shows them all")
+
+def read_line(prompt: str) -> str:
+    "A line from the terminal if there is a prompt, else from the pipe. EOFError at its end."
+    if prompt: return input(prompt)
+    if not (line := sys.stdin.readline()): raise EOFError
+    return line
+
+def typed_lines(prompt: str) -> Iterator[str]:
+    "Lines without the space around them, to the end of the input, /quit, or Ctrl-C."
+    while True:
+        try: line = read_line(prompt).strip()
+        except UnicodeDecodeError as e: raise ValueError(f"the input is not UTF-8 text: {e}") from None
+        except EOFError: break
+        if line == "/quit": return
+        if line: yield line
+    if prompt: say("")
+
+def converse(chat: Chat, prompt: str):
+    "Answer what is typed until nothing more comes."
+    try:
+        for line in typed_lines(prompt):
+            if re.fullmatch(r"/[a-z]+", line): command(chat, line)
+            else: chat.ask(line)
+    except KeyboardInterrupt: say("")
+
+# %% ../nbs/13_cli.ipynb #chat-main
+def chat(args: argparse.Namespace) -> int:
+    "A conversation: answers on stdout, all else on stderr."
+    from pagedlm.sampling import SamplingParams
+    params = partial(SamplingParams, temperature=args.temperature, top_p=args.top_p, stop=args.stop)
+    params()                                     # refused before the model is loaded
+    if sys.stdin is None: raise ValueError("there is no input to read from")
+    engine = load_engine(args, seed=int.from_bytes(os.urandom(4), "little") if args.seed is None else args.seed)
+    if getattr(engine.tokenizer, "chat_template", None) is None:
+        raise ValueError(f"{args.model} has no chat template, so it cannot hold a conversation: "
+                         f"let it continue a text with `pagedlm generate`")
+    talk, prompt = Chat(engine, params, args.max_tokens, args.system), ""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        prompt = "> "
+        say(f"{args.model}, up to {engine.max_model_len} tokens in all. /help shows the commands.")
+        try: import readline  # noqa: F401  input() then has line editing
+        except ImportError: pass
+    converse(talk, prompt)
+    return 1 if talk.refused and not prompt else 0
 
 # %% ../nbs/13_cli.ipynb #throughput
 def bench_throughput(args: argparse.Namespace) -> int:
@@ -128,29 +327,61 @@ def model_options(p: argparse.ArgumentParser):
     p.add_argument("--dtype", default="auto", choices=DTYPES,
                    help="of weights and KV cache (default: auto, float32 on a CPU)")
 
-# %% ../nbs/13_cli.ipynb #add-generate
-def add_generate(sub):
-    p = sub.add_parser("generate", help="ask the model one thing and stream the answer",
-                       description="Ask the model one thing and stream the answer. The "
-                       "prompt goes through the model's chat template where it has one.")
-    p.add_argument("prompt", metavar="PROMPT", help="what to ask; quote it")
+# %% ../nbs/13_cli.ipynb #engine-options
+def engine_options(p: argparse.ArgumentParser):
+    "What a subcommand takes that asks an engine for answers."
     model_options(p)
-    p.add_argument("--raw", action="store_true",
-                   help="continue the prompt as it stands: no chat template")
-    p.add_argument("--max-tokens", type=positive, metavar="N",
-                   help="at most this many (default: 128, or what fits)")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                   help="0 always takes the likeliest token (default); up to 2")
-    p.add_argument("--seed", type=int, metavar="N", help="repeat a sampled answer")
     p.add_argument("--device", default="auto",
                    help="auto, cpu or cuda (default: auto, the GPU where there is one)")
     p.add_argument("--block-size", type=positive, default=16, metavar="N",
                    help="tokens in a block (default: 16)")
     p.add_argument("--num-blocks", type=positive, metavar="N",
                    help="blocks in the pool (default: from free memory)")
+
+def sampling_options(p: argparse.ArgumentParser, temperature: float, top_p: float, words: str):
+    "How the tokens of an answer are chosen; `words` say what the temperature's default does."
+    p.add_argument("--temperature", type=float, default=temperature, metavar="T",
+                   help=f"0 always takes the likeliest token, 1 samples as the model says, up "
+                   f"to 2 (default: {temperature:g}, {words})")
+    p.add_argument("--top-p", type=float, default=top_p, metavar="P",
+                   help="sample from the likeliest tokens that make up this share of the "
+                   f"probability, above 0 and up to 1 (default: {top_p:g})")
+    p.add_argument("--seed", type=int, metavar="N", help="the same number repeats what was sampled")
+    p.add_argument("--stop", action="append", metavar="TEXT",
+                   help="end an answer before this text; may be given several times")
+
+# %% ../nbs/13_cli.ipynb #add-generate
+def add_generate(sub):
+    p = sub.add_parser("generate", help="ask the model one thing and stream the answer",
+                       description="Ask the model one thing and stream the answer. The "
+                       "prompt goes through the model's chat template where it has one.")
+    p.add_argument("prompt", metavar="PROMPT", help="what to ask; quote it")
+    engine_options(p)
+    p.add_argument("--raw", action="store_true",
+                   help="continue the prompt as it stands: no chat template")
+    p.add_argument("--max-tokens", type=positive, metavar="N",
+                   help="at most this many (default: 128, or what fits)")
+    sampling_options(p, 0.0, 1.0, "so no run differs")
     p.add_argument("--json", action="store_true",
                    help="print one JSON object instead of streaming")
     p.set_defaults(run=generate)
+
+# %% ../nbs/13_cli.ipynb #add-chat
+def add_chat(sub):
+    p = sub.add_parser("chat", help="talk with the model, line by line",
+                       description="Talk with the model: type a line, read its answer, go on. "
+                       "Each answer is followed by how much of the conversation was found in the "
+                       "cache and was not computed again. Type /help for the commands inside. "
+                       "Lines may come from a pipe: each is a turn, answers go to standard "
+                       "output, all else to standard error, and the exit status is 1 if a line "
+                       "was refused.")
+    engine_options(p)
+    p.add_argument("--system", metavar="TEXT",
+                   help="what the model is told before you speak (default: what its template says)")
+    p.add_argument("--max-tokens", type=positive, default=512, metavar="N",
+                   help="of one answer, at most (default: 512, or what fits)")
+    sampling_options(p, 0.7, 0.9, "some variety")
+    p.set_defaults(run=chat)
 
 # %% ../nbs/13_cli.ipynb #add-bench
 def add_bench(sub):
@@ -249,6 +480,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"pagedlm {__version__}")
     sub = p.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(sub)
+    add_chat(sub)
     add_bench(sub)
     return p
 
