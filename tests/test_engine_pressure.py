@@ -127,18 +127,18 @@ def calm(model):
     return lambda ids, params, salt=None: run(ids if isinstance(ids, str) else tuple(ids), params)
 
 
-LOAD = {"greedy": (prompt(20), greedy(30, logprobs=2)), "text": (TEXT.decode(prompt(17, 1)), greedy(16, n=2)),
-        "samples": (prompt(20) + prompt(4, 2), samples(4, max_tokens=14, logprobs=3)), "salted": (prompt(33, 4), samples(2, max_tokens=24), "a"),
-        "again": (prompt(33, 4), samples(2, max_tokens=24, seed=8), "b"), "best": (prompt(31, 3), samples(2, best_of=3, max_tokens=17)),
+LOAD = {"greedy": (prompt(20), greedy(24, logprobs=2)), "text": (TEXT.decode(prompt(17, 1)), greedy(16, n=2)),
+        "samples": (prompt(20) + prompt(4, 2), samples(4, max_tokens=14, logprobs=3)), "salted": (prompt(33, 4), samples(2, max_tokens=18), "a"),
+        "again": (prompt(33, 4), samples(2, max_tokens=18, seed=8), "b"), "best": (prompt(31, 3), samples(2, best_of=3, max_tokens=17)),
         "beams": (prompt(20), beams(3, max_tokens=14, logprobs=1)), "stops": (prompt(16, 6), samples(3, seed=3, stop_token_ids=EVERY_EIGHTH)),
-        "two": (prompt(32), beams(2, 1, max_tokens=12, ignore_eos=False)), "one": (prompt(1, 5), samples(1, max_tokens=40, temperature=1.5)),
+        "two": (prompt(32), beams(2, 1, max_tokens=12, ignore_eos=False)), "one": (prompt(1, 5), samples(1, max_tokens=30, temperature=1.5)),
         "ends": (prompt(18, 5), beams(2, stop_token_ids=EVERY_EIGHTH, early_stopping=True, length_penalty=0.5)),
-        "last": (prompt(20) + prompt(15, 7), samples(2, max_tokens=20, top_k=20, logprobs=None))}
+        "last": (prompt(20) + prompt(15, 7), samples(2, max_tokens=16, top_k=20, logprobs=None))}
 HOSTS = {"none": 0, "one": 1, "few": 64, "many": 640}      # slots
 
 
-MATRIX = [(mode, host, size, (i + j) % 2 == 0) for mode in MODES for i, host in enumerate(HOSTS if mode != "recompute" else ["none", "none"])
-          for j, size in enumerate((1, 3, 4, 16))]        # with and without caching, by turns
+CASES = {"recompute": (["none"], (1, 3, 4, 16)), "swap": (HOSTS, (1, 4, 16)), "auto": (["few", "many"], (3, 16))}
+MATRIX = [(mode, host, size, (i + j) % 2 == 0) for mode, (hosts, sizes) in CASES.items() for i, host in enumerate(hosts) for j, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("mode, host, size, caching", MATRIX)
@@ -185,8 +185,7 @@ def test_the_fixture_sees_what_waits_on_the_host(model, calm):
     assert ids(drain(engine)["b"]) != ids(calm(prompt(33), greedy(40)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("policy, mode", [("fcfs", "swap"), *((p, m) for p in POLICIES if p != "fcfs" for m in ("recompute", "swap"))])
 def test_every_policy_gives_the_same_answers(model, calm, policy, mode):
     engine = make(model, 176, 4, mode, costs=3.4, policy=policy, max_num_batched_tokens=30)
     assert engine.scheduler.policy is POLICIES[policy]
@@ -357,6 +356,7 @@ def test_a_step_that_swaps_fails(model, calm, direction, where, caching):
     pin, healthy = engine.pin_prefix(prompt(20)), (engine.runner.execute, engine.runner.model)
     for nth, error in zip((1, 3), ERRORS):
         engine.runner.execute, engine.runner.model = healthy
+        for name in ("swap_out", "swap_in"): vars(engine.runner.swapper).pop(name, None)
         hit, done, owner = fail_at(engine, where, when, error, nth), {}, {}
         add(engine, LOAD)
         while engine.has_unfinished():
@@ -496,7 +496,7 @@ def test_more_prompts_than_may_wait(model, calm):
     ({"num_host_blocks": 4, "preemption": "recompute"}, "num_host_blocks = 4, and preemption = 'recompute' uses none"),
     *[({"preemption": p}, "preemption is .*: it must be one of .*'recompute', 'swap', 'auto'") for p in ("drop", "", None, 1, True, "SWAP")],
     *[({"policy": p}, "policy is .*: it must be one of fcfs, shortest-remaining, least-preempted, or a Policy") for p in ("lifo", "", None, 3, [])],
-    *[({"watermark": w}, "watermark") for w in (-0.1, 1, 1.5, float("nan"))],
+    *[({"watermark": w}, "watermark") for w in (-0.1, 1, 1.5, float("nan"), "0.1", None, True)],
     *[({"max_waiting": w}, "max_waiting must be a whole number, 1 or more, not") for w in (0, -1, 1.5, True, "4")]], ids=str)
 def test_limits_that_are_none(model, kw, said):
     with pytest.raises(ValueError, match=said): Engine(model, num_blocks=8, **kw)
