@@ -233,6 +233,15 @@ def test_a_full_conversation_says_so_and_goes_on_after_reset(folder, said):
     assert "Traceback" not in err
 
 
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(model, tokenizer, capsys):
+    n = len(Conversation(engine_of(model, tokenizer)).ask("Where?").prompt_ids)
+    for limit, turns in ((n, 0), (n + 1, 1)):
+        chat = Chat(engine_of(model, tokenizer, max_model_len=limit), lambda max_tokens: SamplingParams(max_tokens=max_tokens), 9)
+        chat.ask("Where?")
+        assert len(chat.talk.turns) == turns and chat.refused == 1 - turns
+        assert (f"has {n} tokens, and at most {n} fit" in capsys.readouterr().err) == (turns == 0)
+
+
 def test_a_template_refuses(folder, said, tmp_path):
     argv = ["--model", folder, *TINY, "--max-tokens", "4"]
     status, out, err = said(["chat", *argv], "Hi\nthe forbidden word\nHo\n")
