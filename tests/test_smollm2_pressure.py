@@ -1,5 +1,6 @@
 "The real model in float32, 32 requests in a pool that is far too small: each mode answers as without pressure."
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,26 @@ def model(): return load_model("smollm2", dtype="float32")
 def tokenizer(): return load_tokenizer("smollm2")
 
 
+FILTERS = [{"top_k": 30}, {"top_p": 0.9}, {"top_k": 12}, {"min_p": 0.1, "top_k": 40, "top_p": 0.95}]
+ENDS = [{"ignore_eos": True}, {"stop": [" the", ".\n"], "min_tokens": 2}, {"stop_token_ids": (28, 30, 198)}, {"stop": ",", "include_stop_str_in_output": True}]
+CHANGES = [{}, {"repetition_penalty": 1.2}, {"frequency_penalty": 0.8, "presence_penalty": 0.3}, {"logit_bias": {253: 3, 28: -2, 30: 1.5}, "min_tokens": 4},
+           {"repetition_penalty": 1.1, "presence_penalty": -0.4, "logit_bias": {198: 2.0}}]
+
+
 @pytest.fixture(scope="module")
 def load(tokenizer):
-    "32 requests: samples of 1 to 4, best_of, greedy ones and beams of 2 to 4, with and without ends of their own."
-    marks, out = [tokenizer(t)["input_ids"][0] for t in (",", ".", "\n")], {}
+    """32 requests: samples of 1 to 4, best_of, greedy ones and beams of 2 to 4; all ways to end, to change logits, to filter and
+    to report. Without a filter a draw would often be as close to the next of 49,152 tokens as rounding is."""
+    assert [tokenizer(t)["input_ids"] for t in (",", ".", "\n")] == [[28], [30], [198]]
+    out = {}
     for i in range(32):
         prompt = TEXTS[i // 4] if i % 4 == 0 else WORKLOAD[i]["prompt_token_ids"][:5 + i * 7 % 13]
-        ends = [{"ignore_eos": True}, {}, {"stop_token_ids": marks}, {"ignore_eos": True}][i // 2 % 4]
-        common = {"max_tokens": 10 + i % 5, "logprobs": (2, None, 0)[i % 3], **ends}
-        if i % 8 == 3: params = SamplingParams(n=2 + i // 8 % 3, use_beam_search=True, length_penalty=(1.0, 0.5)[i // 16], **common)
-        elif i % 8 == 6: params = SamplingParams(n=1 + i // 16, temperature=0, **common | {"logprobs": 2})
-        elif i % 16 == 9: params = SamplingParams(n=2, best_of=3, seed=i, **common)
-        else: params = SamplingParams(n=1 + i % 4, seed=i, temperature=(0.7, 1.0, 1.3)[i % 3], top_p=(1.0, 0.9)[i % 2], **common)
+        report = {"max_tokens": 9 + i % 5, "logprobs": (2, None, 0)[i % 3], "prompt_logprobs": (None, 1, None, 3, 0)[i % 5]}
+        common = report | CHANGES[i // 2 % 5] | ENDS[i // 2 % 4]
+        if i % 8 == 3: params = SamplingParams(n=2 + i // 8 % 3, use_beam_search=True, length_penalty=(1.0, 0.5)[i // 16], **report, **ENDS[i // 8 % 2 * 2])
+        elif i % 8 == 6: params = SamplingParams(n=1 + i // 16, temperature=0, **report | {"logprobs": 20}, **CHANGES[(0, 2, 3)[i // 8 % 3]], **(ENDS[i // 8] if i // 8 % 3 < 2 else ENDS[0]))
+        elif i % 16 == 9: params = SamplingParams(n=2, best_of=3, seed=i, top_k=20, **common)
+        else: params = SamplingParams(n=1 + i % 4, seed=i, temperature=(0.7, 1.0, 1.3)[i % 3], **common, **FILTERS[i % 4])
         out[str(i)] = prompt, params
     return out
 
@@ -64,8 +73,12 @@ def gaps(out, params):
     if params.use_beam_search:
         scores = sorted(c.cumulative_logprob / len(c.token_ids) ** params.length_penalty for c in out.outputs)
         return [b - a for a, b in zip(scores, scores[1:])]
-    best = [sorted((p.logprob for p in entry.values()), reverse=True)[:2] for entry in out.outputs[0].logprobs]
-    return [a - b for a, b in best]
+    found, choice, bias = [], out.outputs[0], params.logit_bias or {}
+    for n, entry in enumerate(choice.logprobs):        # as they are chosen from: nobody who is greedy has a repetition penalty here
+        had = Counter(choice.token_ids[:n])
+        best = sorted(p.logprob + bias.get(t, 0) - had[t] * params.frequency_penalty - (had[t] > 0) * params.presence_penalty for t, p in entry.items())
+        found.append(best[-1] - best[-2])
+    return found
 
 
 def test_no_prompt_hangs_on_a_near_tie(load, calm):
@@ -74,20 +87,30 @@ def test_no_prompt_hangs_on_a_near_tie(load, calm):
     assert near == {}
     kinds = [p for _, p in load.values()]
     assert len(load) == 32 and {p.n for p in kinds} == {1, 2, 3, 4} and {p.width for p in kinds if p.use_beam_search} == {2, 3, 4}
-    assert {c.finish_reason for o in calm[0].values() for c in o.outputs} == {"stop", "length"}
-    assert len({c.text for o in calm[0].values() for c in o.outputs}) > 50
+    choices = [c for o in calm[0].values() for c in o.outputs]
+    assert {c.finish_reason for c in choices} == {"stop", "length"} and {type(c.stop_reason) for c in choices} == {int, str, type(None)}
+    assert len({c.text for c in choices}) > 50
+
+
+def close(x, y):
+    "The same entry, but for rounding."
+    if y is None: return x is None
+    assert x[next(iter(y))].rank == y[next(iter(y))].rank
+    for t in x.keys() & y.keys(): assert x[t].logprob == pytest.approx(y[t].logprob, abs=1e-3)
+    return sorted(p.logprob for p in x.values()) == pytest.approx(sorted(p.logprob for p in y.values()), abs=1e-3)
 
 
 def same(out, want):
     assert out.error is None and (out.prompt, out.prompt_token_ids) == (want.prompt, want.prompt_token_ids)
+    if want.prompt_logprobs is None: assert out.prompt_logprobs is None
+    else:
+        assert len(want.prompt_logprobs) == len(want.prompt_token_ids) and want.prompt_logprobs[0] is None
+        assert all(close(x, y) for x, y in zip(out.prompt_logprobs, want.prompt_logprobs, strict=True))
     for a, b in zip(out.outputs, want.outputs, strict=True):
         assert (a.index, a.token_ids, a.text, a.finish_reason, a.stop_reason) == (b.index, b.token_ids, b.text, b.finish_reason, b.stop_reason)
         assert (a.logprobs is None, a.cumulative_logprob is None) == (b.logprobs is None, b.cumulative_logprob is None)
         if b.cumulative_logprob is not None: assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-3)
-        for x, y in zip(a.logprobs or [], b.logprobs or [], strict=True):
-            assert x[next(iter(y))].rank == y[next(iter(y))].rank
-            for t in x.keys() & y.keys(): assert x[t].logprob == pytest.approx(y[t].logprob, abs=1e-3)
-            assert sorted(p.logprob for p in x.values()) == pytest.approx(sorted(p.logprob for p in y.values()), abs=1e-3)
+        assert all(close(x, y) for x, y in zip(a.logprobs or [], b.logprobs or [], strict=True))
 
 
 @pytest.mark.parametrize("mode, caching", [("recompute", False), ("swap", True), ("auto", True)])
