@@ -185,7 +185,7 @@ def test_the_fixture_sees_what_waits_on_the_host(model, calm):
     assert ids(drain(engine)["b"]) != ids(calm(prompt(33), greedy(40)))
 
 
-@pytest.mark.parametrize("policy, mode", [("fcfs", "swap"), *((p, m) for p in POLICIES if p != "fcfs" for m in ("recompute", "swap"))])
+@pytest.mark.parametrize("policy, mode", [(p, m) for p in POLICIES if p != "fcfs" for m in ("recompute", "swap")])
 def test_every_policy_gives_the_same_answers(model, calm, policy, mode):
     engine = make(model, 176, 4, mode, costs=3.4, policy=policy, max_num_batched_tokens=30)
     assert engine.scheduler.policy is POLICIES[policy]
@@ -207,7 +207,7 @@ def test_a_policy_may_be_ones_own(model, calm):
     assert len(asked) == engine.stats().preemptions >= 3
 
 
-@pytest.mark.parametrize("mode, size", [*(("swap", b) for b in (1, 3, 12, 48)), ("recompute", 3), ("recompute", 48), ("auto", 12)])
+@pytest.mark.parametrize("mode, size", [*(("swap", b) for b in (1, 3, 48)), ("recompute", 3), ("auto", 12)])
 def test_a_length_that_is_no_multiple_of_the_block(model, calm, mode, size):
     "BA-7: every block size that is accepted, with a longest request of 50 tokens, under pressure."
     engine = make(model, 150, size, mode, costs=0.8 * size, max_model_len=50, enable_prefix_caching=size != 3)
@@ -219,8 +219,7 @@ def test_a_length_that_is_no_multiple_of_the_block(model, calm, mode, size):
     assert engine.stats().preemptions >= 1
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("host", [0, 1, 100])
+@pytest.mark.parametrize("host, n", [(0, 2), (0, 4), (1, 4), (100, 1), (100, 4)])
 def test_a_gang_that_gives_way_to_itself_or_others_always_returns(model, calm, host, n):
     "SC-3: n = 4 and host pools of 0, 1 and 100 blocks; a step never does nothing while there is work."
     engine = make(model, 0, 4, num_blocks=24, host_slots=4 * host)
@@ -247,8 +246,8 @@ def test_stats_while_requests_wait_on_the_host(model):
 ABORTED = {"greedy": greedy(40), "samples": samples(3, max_tokens=22), "beams": beams(3, max_tokens=22), "best": samples(1, best_of=3, max_tokens=22)}
 
 
-@pytest.mark.parametrize("status, kind", [*(("swapped", k) for k in ABORTED), *((s, k) for s in ("running", "preempted") for k in (
-    "samples", "beams")), ("waiting", "beams"), ("finished", "samples"), ("finished", "beams")])
+@pytest.mark.parametrize("status, kind", [*(("swapped", k) for k in ABORTED), ("running", "samples"), ("running", "beams"),
+    ("preempted", "beams"), ("waiting", "beams"), ("finished", "samples")])
 def test_abort_in_every_state(model, calm, status, kind):
     "BA-1: twice, of an unknown one, of one that has ended; BA-6: its name is free again at the next report."
     params, host = ABORTED[kind], 0 if status == "preempted" else 640
@@ -586,7 +585,7 @@ def test_unseeded_streams_go_on_where_they_stood(model):
     params = SamplingParams(n=3, temperature=1.5, max_tokens=20, ignore_eos=True)
     requests = {str(k): (prompt(15, k), params) for k in range(5)}
     want = serve(make(model, 2048, seed=3), requests)
-    for mode in MODES:
+    for mode in MODES[:2]:
         engine = make(model, 176, 4, mode, costs=3.4, seed=3)
         done = serve(engine, requests)
         assert engine.stats().preemptions >= 3
