@@ -19,7 +19,7 @@ from .models import Model, ModelConfig, load_model, load_tokenizer, pick_device
 from .sampling import (BeamSearch, Hypothesis, Logprob, Sampled, SamplingParams, Seen, adjust, best_samples, make_stream,
                               sample, token_logprobs)
 from .policies import pick_policy
-from .scheduler import PREEMPTION, Plan, Policy, Scheduler, Sequence, Status
+from .scheduler import PREEMPTION, Plan, Policy, Scheduler, Sequence, Status, check_width
 from .sharing import BlockManager
 from .swapping import HostPool, SwapCosts
 from .text import TextStream
@@ -359,7 +359,8 @@ class Choice:
         "No more tokens: what was held back belongs to the text, or turns out to be a stop string."
         self.finish_reason = reason
         found = None if reason == "error" else self.words.finish(len(self.seq.output) > self.params.min_tokens)
-        if found and reason == "length": self.finish_reason, self.stop_reason = "stop", found
+        if found and reason in ("length", "stop") and self.stop_reason is None:
+            self.finish_reason, self.stop_reason = "stop", found
 
     @property
     def cumulative_logprob(self) -> float:
@@ -516,8 +517,10 @@ class Requests:
         if params.min_tokens > max_tokens:
             raise ValueError(f"min_tokens = {params.min_tokens} exceeds the {max_tokens} tokens that there is room for")
         reads = max_tokens == 0 and params.prompt_logprobs is not None
-        seq = Sequence(self.scheduler.new_id(), request_id, ids, max_tokens or int(reads), 1 if reads else width,
-                       cache_salt, needed_from=None if params.prompt_logprobs is None else 0)
+        seq = Sequence(self.scheduler.new_id(), request_id, ids, max_tokens or int(reads), width, cache_salt,
+                       needed_from=None if params.prompt_logprobs is None else 0)
+        check_width(seq, self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens)    # before all are made
+        if reads: seq.width = 1
         r = new_request(self, prompt if isinstance(prompt, str) else None, seq, params)
         r.only_reads = reads
         if seq.max_tokens: self.scheduler.add(seq)
@@ -740,7 +743,7 @@ class Engine(Stepping):
         check_limits(block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
                      max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
                      max_model_len=max_model_len, max_waiting=max_waiting)
-        policy = pick_policy(policy)
+        policy, block_size = pick_policy(policy), int(block_size)
         if preemption not in PREEMPTION: raise ValueError(f"preemption is {preemption!r}: it must be one of {PREEMPTION}")
         if type(seed) is not int: raise ValueError(f"seed must be an int, not {seed!r}")
         if type(enable_prefix_caching) is not bool:

@@ -12,9 +12,9 @@ __all__ = ['UNQUANTIZED', 'PLAIN', 'GGUF', 'LLAMA', 'FAMILIES', 'MODELS', 'KINDS
            'load_tokenizer', 'open_safetensors', 'checkpoint_files', 'Weights', 'rope_tables', 'rotate',
            'packed_product_works', 'pack', 'packed_product', 'cpu_has_product', 'upcast_product', 'Linear',
            'read_product', 'read_linear', 'default_rope', 'linear_rope', 'llama3_rope', 'yarn_rope', 'yarn_scale',
-           'rope_settings', 'check_rope_type', 'rope_dim', 'rope_frequencies', 'ModelConfig', 'size_facts',
-           'layer_facts', 'layer_windows', 'Norm', 'LayerParts', 'Layer', 'read_norm', 'read_layer', 'Embedding',
-           'read_embedding', 'Head', 'read_head', 'write_and_attend', 'model_bytes', 'Model', 'hf_config',
+           'rope_settings', 'check_rope_type', 'check_rope_numbers', 'rope_dim', 'rope_frequencies', 'ModelConfig',
+           'size_facts', 'layer_facts', 'layer_windows', 'Norm', 'LayerParts', 'Layer', 'read_norm', 'read_layer',
+           'Embedding', 'read_embedding', 'Head', 'read_head', 'write_and_attend', 'model_bytes', 'Model', 'hf_config',
            'read_config', 'pick_dtype', 'pick_device', 'load_model', 'kin']
 
 # %% ../nbs/07_models.ipynb #imports
@@ -114,7 +114,7 @@ def find_family(architectures: list[str] | None, model_type: str | None) -> Fami
     for family in FAMILIES.values():
         if family.architecture in (architectures or []): return family
         if not architectures and family.model_type == model_type: return family
-    name = ", ".join(architectures or [str(model_type)])
+    name = ", ".join(map(str, architectures or [model_type]))
     raise ValueError(f"architecture {name} is not supported; "
                      f"supported: {', '.join(FAMILIES)}")
 
@@ -128,10 +128,14 @@ def check_facts(config, family: Family) -> None:
 
 def as_ids(ids: int | list[int] | None) -> list[int]:
     """config.json gives no token id, one, or a list of them: always a list."""
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    ids = [] if ids is None else list(ids) if isinstance(ids, (list, tuple)) else [ids]
+    if all(isinstance(i, int) for i in ids): return ids
+    raise ValueError(f"eos_token_id={ids!r} must be an integer or a list of integers")
 
 def check_shapes(c: "ModelConfig") -> None:
     """ValueError where the facts do not fit together."""
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_model_len"):
+        if (size := getattr(c, name)) < 1: raise ValueError(f"{name} is {size}, not 1 or more")
     if c.num_heads % c.num_kv_heads:
         raise ValueError(f"num_attention_heads={c.num_heads} is not a multiple of "
                          f"num_key_value_heads={c.num_kv_heads}")
@@ -139,6 +143,8 @@ def check_shapes(c: "ModelConfig") -> None:
         raise ValueError(f"{c.family.activation}={c.activation!r} is not implemented; "
                          f"allowed: {', '.join(ACTIVATIONS)}")
     if c.rope is None: return
+    check_rope_type(c.rope["rope_type"])
+    check_rope_numbers(c.rope)
     factor = c.rope.get("partial_rotary_factor", 1.0)
     if not (0 < factor <= 1 if c.family.partial_rope else factor == 1):
         raise ValueError(f"{c.family.architecture}: partial_rotary_factor={factor!r} "
@@ -461,7 +467,9 @@ def resolve_model(name: str | Path, progress: bool = False) -> Path:
         raise ValueError(f"a model is the name of a registry entry ({', '.join(MODELS)}), "
                          f"a folder, a .gguf file or a Hugging Face id, not {name!r}")
     path = Path(name).expanduser()
-    if path.is_dir(): return model_folder(path)
+    try: is_dir = path.is_dir()
+    except OSError as error: raise ValueError(f"no model {str(name)[:80]!r}: {error.strerror}")
+    if is_dir: return model_folder(path)
     if path.suffix == ".gguf":
         if path.is_file(): return resolve_gguf(path, progress)
         raise ValueError(f"there is no file {path}")
@@ -471,7 +479,11 @@ def resolve_model(name: str | Path, progress: bool = False) -> Path:
 def load_tokenizer(name: str | Path):
     """The `transformers` tokenizer of a model that `resolve_model` finds."""
     from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(resolve_model(name))
+    folder = resolve_model(name)
+    try: return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer of {folder} cannot be read: {said}") from error
 
 # %% ../nbs/07_models.ipynb #checkpoint
 KINDS = ("weight", "bias")
@@ -715,6 +727,14 @@ def check_rope_type(kind: str) -> None:
         raise ValueError(f"rope type {kind!r} is not implemented; "
                          f"allowed: {', '.join(ROPE)}")
 
+def check_rope_numbers(rope: dict) -> None:
+    """ValueError names a setting of rope that is no number above 0."""
+    for key, value in {"rope_theta": None, **rope}.items():
+        if key in ("rope_type", "truncate"): continue
+        least = 0 if key.startswith("mscale") else 1e-30
+        if type(value) not in (int, float) or not least <= value < math.inf:
+            raise ValueError(f"rope: {key}={value!r} must be a number above 0")
+
 def rope_dim(rope: dict, head_dim: int) -> int:
     """How many dimensions of a head rope turns; the others are left as they are."""
     return int(head_dim * rope.get("partial_rotary_factor", 1.0))
@@ -724,10 +744,11 @@ def rope_frequencies(rope: dict, head_dim: int) -> tuple[Tensor, float]:
 
     ValueError names a rope type or a setting that is not implemented.
     """
+    check_rope_type(rope["rope_type"])
+    check_rope_numbers(rope)
     settings, dim = dict(rope), rope_dim(rope, head_dim)
     kind, theta = settings.pop("rope_type"), settings.pop("rope_theta")
     settings.pop("partial_rotary_factor", None)
-    check_rope_type(kind)
     freqs = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
     if kind == "yarn": settings["rope_theta"] = theta
     try: inspect.signature(ROPE[kind]).bind(freqs, **settings)
@@ -765,6 +786,9 @@ class ModelConfig:
         """The facts of a `transformers` config; `eos_token_ids` are added to its own.
         ValueError names an architecture, rope type or setting that is not implemented."""
         family = find_family(config.architectures, config.model_type)
+        if config.model_type != family.model_type:
+            raise ValueError(f"{family.architecture} has the model_type {family.model_type}, "
+                             f"not {config.model_type}")
         check_facts(config, family)
         eos = {*as_ids(config.eos_token_id), *eos_token_ids}
         made = cls(family, **size_facts(config, family), **layer_facts(config, family),
@@ -1016,7 +1040,8 @@ def hf_config(folder: Path):
     from transformers import AutoConfig
     try: return AutoConfig.from_pretrained(folder)
     except Exception as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        said = " ".join(str(error).split())            # in one line
+        raise ValueError(f"{folder / 'config.json'}: {said}") from error
 
 def read_config(folder: Path) -> ModelConfig:
     """The facts of a model folder; a text ends at any end token that one of its files names

@@ -209,7 +209,8 @@ def _stop_ids(ids) -> tuple[int, ...]:
 
 def _stop_strings(stop) -> tuple[str, ...]:
     allowed = 'a string or a list of strings, none of them empty, or None'
-    _require(stop is None or isinstance(stop, Iterable), 'stop', allowed, stop)
+    _require(stop is None or isinstance(stop, Iterable) and not isinstance(stop, bytes), 'stop',
+             allowed, stop)
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     for x in strings: _require(isinstance(x, str) and x != '', 'stop', allowed, x)
     return strings

@@ -242,6 +242,11 @@ class Policy:
     order: Callable[[Group], Any] = attrgetter("arrival")
     victim: Callable[[list[Group]], Group] = itemgetter(-1)
 
+    def __post_init__(self):
+        for name in ("order", "victim"):
+            if not callable(f := getattr(self, name)):
+                raise ValueError(f"policy {self.name!r}: {name} must be a function, not {f!r}")
+
 FCFS = Policy()
 
 # %% ../nbs/05_scheduling.ipynb #queues
@@ -289,13 +294,12 @@ class Arrivals(Queues):
         if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
             raise QueueFull(f"request {seq.request_id!r} is refused: {len(self.waiting)} "
                             f"requests wait, and max_waiting is {self.max_waiting}")
-        if pin:
-            self.check_pin(seq)
-            self.pinning[seq.request_id] = seq
+        if pin: self.check_pin(seq)
         seq.group = Group(seq.request_id, self.num_arrived, [seq], seq.width, pin)
+        insort(self.waiting, seq.group, key=self.policy.order)      # it may fail: so first
+        if pin: self.pinning[seq.request_id] = seq
         self.groups[seq.request_id], self.sequences[seq.seq_id] = seq.group, seq
         self.num_arrived, self.last_id = self.num_arrived + 1, max(self.last_id, seq.seq_id)
-        insort(self.waiting, seq.group, key=self.policy.order)
 
 # %% ../nbs/05_scheduling.ipynb #leaving
 class Leaving(Arrivals):
@@ -494,6 +498,18 @@ class Recovery(Gangs):
         self.release(seq)
         seq.num_computed = 0
 
+    def start_over(self, draft: Draft):
+        "Planning broke off half way: all but those who were in line already compute again."
+        if -1 in self.blocks.tables: self.blocks.free(-1)       # of a return from the host
+        for group in self.groups.values():
+            ids = {seq.seq_id for seq in group.seqs}
+            stays = ids <= self.host.tables.keys() and not ids & set(draft.preempted)
+            if stays or group in self.waiting: continue
+            for seq in group.seqs: self.lose(seq)
+            group.status = Status.PREEMPTED
+        self.running, self.preempted = [], [g for g in self.groups.values()
+                                            if g not in self.waiting]
+
     def failed(self, plan: Plan):
         "`plan` did not run, so what it moves to the host is not there: to compute again."
         for seq_id in plan.preempted:
@@ -510,7 +526,7 @@ class Preemption(Recovery):
         if group.seqs[0].seq_id not in self.blocks.tables: self.begin(group)
         for seq, n in self.shares(group, draft.budget):
             while (growth := self.grow(seq, n)) is None:
-                self.preempt(self.policy.victim(self.running), draft)
+                self.preempt(self.victim(), draft)
             if group.status is not Status.RUNNING: return       # it gave way to itself
             if seq.seq_id not in self.known:             # the runner has yet to hear of it
                 table = self.blocks.table(seq.seq_id)
@@ -521,6 +537,14 @@ class Preemption(Recovery):
         "Room for `n` tokens more, and for all that it has. None: not now."
         if seq.group.status is not Status.RUNNING: return Growth(0, [], [])
         return self.blocks.append(seq.seq_id, n, reserve=seq.num_tokens)
+
+    def victim(self) -> Group:
+        "Whom the policy lets go; ValueError if that is nobody who runs."
+        group = self.policy.victim(list(self.running))
+        if group not in self.running:
+            raise ValueError(f"policy {self.policy.name!r}: its victim must be one of the "
+                             f"groups that it was given, not {group!r:.60}")
+        return group
 
     def preempt(self, group: Group, draft: Draft):
         "All of its blocks go at once, to the host or for good; it returns before new ones."
@@ -616,9 +640,13 @@ class Scheduler(Outcomes):
     def schedule(self) -> Plan:
         "The next step: who runs goes on; if nobody had to give way, others come in."
         draft = Draft(self.max_num_batched_tokens)
-        for group in sorted(self.running, key=lambda g: not g.decodes):    # decodes first
-            self.go_on(group, draft)
-        while not draft.preempted and self.can_admit(draft): self.admit(draft)
+        try:
+            for group in sorted(self.running, key=lambda g: not g.decodes):  # decodes first
+                self.go_on(group, draft)
+            while not draft.preempted and self.can_admit(draft): self.admit(draft)
+        except BaseException:            # a policy's, or Ctrl-C
+            self.start_over(draft)
+            raise
         assert draft.rows or not self.has_unfinished, "work, but an empty plan"
         self.known |= draft.rows.keys()
         released, self.released = self.released, []

@@ -413,3 +413,12 @@ def test_tokens_at_most_is_what_just_fits(size):
         need = [blocks_at_most(Sequence(0, "A", [0] * n, m, width), size) for m in (most, most + 1)]
         assert need[1] > num_blocks and (need[0] <= num_blocks or most == 1)
 
+
+
+@pytest.mark.parametrize("max_tokens", [0, 8])
+@pytest.mark.parametrize("kind", [dict(n=10**9), dict(best_of=10**9), dict(n=10**9, use_beam_search=True)])
+def test_a_billion_samples_are_refused_at_once(model, kind, max_tokens):
+    with LLM(model, num_blocks=64) as llm:
+        with pytest.raises(ValueError, match="1000000000 sequences.*max_num_seqs is 64"):
+            llm.generate(PROMPTS[3], SamplingParams(max_tokens=max_tokens, **kind))
+        assert llm.stats().free_blocks == 64 and not llm.engine.requests

@@ -1590,3 +1590,46 @@ def test_auto_counts_the_blocks_that_would_move():
     plan = s.schedule()
     s.update(plan, {row.seq_id: [1] for row in plan.rows if row.samples})
     assert b.num_computed == 4 and len(s.blocks.table(b.seq_id).blocks) == 5 and s.wants_swap(b.group)
+
+
+class Flaky:
+    "A victim function that fails every other time: it raises, or names nobody, or empties its list."
+    def __init__(self): self.calls = 0
+
+    def __call__(self, running):
+        self.calls += 1
+        if self.calls % 2: return running[-1]
+        if self.calls % 3: raise RuntimeError("flaky")
+        running.clear()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_planning_that_breaks_off_loses_nothing(preemption, caching):
+    "After a policy that raised, everyone who ran computes again, and the answers are those of a run alone."
+    flaky = Flaky()
+    s = make(12, 4, caching=caching, num_host=20, preemption=preemption, policy=Policy("flaky", victim=flaky))
+    seqs, runner, above, broken = add(s, 9, 8, 11, 5, 7, max_tokens=18), FakeRunner(s), Greedy(), 0
+    for _ in range(2000):
+        if not s.has_unfinished: break
+        try: plan = s.schedule()
+        except (RuntimeError, ValueError) as e:
+            broken += 1
+            assert "flaky" in str(e)
+            s.blocks.check(), s.host.check(), check_queues(s)
+            continue
+        above.take(s, s.update(plan, above.sample(runner.execute(plan))))
+    assert not s.has_unfinished and broken >= 2 and s.blocks.num_free == 12 and s.host.num_free == 20
+    assert all(seq.output == solo(seq.prompt, 18) for seq in seqs)
+
+
+def test_a_policy_that_cannot_be():
+    for bad in ({"order": "arrival"}, {"victim": None}):
+        with pytest.raises(ValueError, match="must be a function"): Policy("bad", **bad)
+
+
+def test_an_order_that_fails_leaves_no_trace():
+    s = make(6, 4, policy=Policy("bad", order=lambda group: 1 / 0))
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError): s.add(Sequence(0, "A", [1], 2))
+    assert not s.has_unfinished and not s.groups and not s.waiting
