@@ -519,7 +519,8 @@ class Requests:
         reads = max_tokens == 0 and params.prompt_logprobs is not None
         seq = Sequence(self.scheduler.new_id(), request_id, ids, max_tokens or int(reads), width, cache_salt,
                        needed_from=None if params.prompt_logprobs is None else 0)
-        check_width(seq, self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens)    # before all are made
+        budget = self.scheduler.max_num_batched_tokens if max_tokens else width
+        check_width(seq, self.scheduler.max_num_seqs, budget)                # before all of them are made
         if reads: seq.width = 1
         r = new_request(self, prompt if isinstance(prompt, str) else None, seq, params)
         r.only_reads = reads

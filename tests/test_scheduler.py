@@ -302,7 +302,7 @@ def serve(scheduler, requests, bound, after_step=lambda: None):
     return runner
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_anything_equals_solo(workload):
     block_size, num_blocks, requests, limits = workload
@@ -525,7 +525,7 @@ def serve_asks(scheduler, made, bound, after_step=lambda: None):
     return runner
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(asks(), st.booleans())
 def test_anything_that_branches_equals_solo(drawn, caching):
     size, num_blocks, made, limits = drawn
@@ -538,7 +538,7 @@ def test_anything_that_branches_equals_solo(drawn, caching):
     serve_asks(scheduler, made, sum(a.width * (len(a.prompt) + a.max_tokens) for a, *_ in made), in_line)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(asks(), st.booleans())
 def test_any_victim_that_branches_equals_solo(drawn, caching):
     size, num_blocks, made, limits = drawn

@@ -195,7 +195,7 @@ def meanwhile(rng, world):
 
 
 randoms = st.randoms(use_true_random=False)
-many = settings(max_examples=100, deadline=None)
+many = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 @many

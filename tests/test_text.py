@@ -99,7 +99,7 @@ def answers(draw, kinds=tuple(KINDS), most=30):
     ids = [i for part in parts for i in part(draw, tok)]
     return tok, ids[:most], draw(st.booleans())
 
-anything = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+anything = settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 # ---- without stop strings: the text is the decode of all ids ---------------------------------
 
@@ -265,7 +265,7 @@ def check_stream(pieces, stops, include, least, stream, add):
 
 letters = st.text("ab🦉", max_size=4)
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=800, deadline=None, derandomize=True)
 @given(st.lists(letters, max_size=12), st.lists(letters.filter(len), max_size=4), st.booleans(), st.integers(0, 6))
 def test_stops_as_by_brute_force_on_the_whole_text(pieces, stops, include, least):
     stream = TextStream(Pieces(), stop=tuple(stops), include_stop=include)
@@ -273,7 +273,7 @@ def test_stops_as_by_brute_force_on_the_whole_text(pieces, stops, include, least
     event("stopped" if found else "ran to the end")
     if stops and not least and not include: assert not any(s in stream.text for s in stops)
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(answers(most=24), st.data())
 def test_stops_in_the_text_of_real_tokenizers(answer, data):
     "The stops are pieces of the very text, so that they lie across tokens and inside of characters' bytes."
