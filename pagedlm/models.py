@@ -132,6 +132,7 @@ def as_ids(ids: int | list[int] | None) -> list[int]:
     if all(isinstance(i, int) for i in ids): return ids
     raise ValueError(f"eos_token_id={ids!r} must be an integer or a list of integers")
 
+# %% ../nbs/07_models.ipynb #check-shapes
 def check_shapes(c: "ModelConfig") -> None:
     """ValueError where the facts do not fit together."""
     for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_model_len"):
@@ -735,6 +736,7 @@ def check_rope_numbers(rope: dict) -> None:
         if type(value) not in (int, float) or not least <= value < math.inf:
             raise ValueError(f"rope: {key}={value!r} must be a number above 0")
 
+# %% ../nbs/07_models.ipynb #rope-frequencies
 def rope_dim(rope: dict, head_dim: int) -> int:
     """How many dimensions of a head rope turns; the others are left as they are."""
     return int(head_dim * rope.get("partial_rotary_factor", 1.0))

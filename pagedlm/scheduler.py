@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['PREEMPTION', 'FCFS', 'Status', 'Sequence', 'Row', 'Plan', 'blocks_at_most', 'check_request', 'check_limits',
            'check_width', 'check_preemption', 'Group', 'Draft', 'Policy', 'Queues', 'QueueFull', 'Arrivals', 'Leaving',
-           'Endings', 'Pins', 'Lookups', 'Entries', 'Gangs', 'Recovery', 'Preemption', 'Moves', 'Outcomes', 'Scheduler']
+           'Endings', 'Pins', 'Lookups', 'Entries', 'Gangs', 'Losses', 'Recovery', 'Preemption', 'Moves', 'Outcomes',
+           'Scheduler']
 
 # %% ../nbs/05_scheduling.ipynb #export-imports
 from bisect import insort
@@ -19,7 +20,7 @@ from typing import Any
 from .sharing import BlockManager, Growth, Root
 from .swapping import HostPool, SwapCosts
 
-# %% ../nbs/05_scheduling.ipynb #sequence
+# %% ../nbs/05_scheduling.ipynb #status
 class Status(Enum):
     "Where a request is in its life."
     WAITING = "waiting"
@@ -28,7 +29,7 @@ class Status(Enum):
     SWAPPED = "swapped"           # its K/V wait on the host
     FINISHED = "finished"
 
-
+# %% ../nbs/05_scheduling.ipynb #sequence
 @dataclass(eq=False)
 class Sequence:
     "A prompt and what follows it, and how many of these tokens have K/V in the cache."
@@ -471,28 +472,9 @@ class Gangs(Entries):
             budget -= n
         return work
 
-# %% ../nbs/05_scheduling.ipynb #recovery
-class Recovery(Gangs):
-    "What becomes of the keys and values of a group that gives way."
-    def swap_out(self, group: Group,
-                 undone: dict[int, int]) -> list[tuple[int, int]] | None:
-        "Move its blocks to the host, each once; None if they are to be computed again."
-        if not self.wants_swap(group): return None
-        computed = {seq.seq_id: seq.num_computed for seq in group.seqs}
-        return self.host.swap_out(self.blocks, computed, undone)
-
-    def wants_swap(self, group: Group) -> bool:
-        "Does the mode say so, or the cost? Who has nothing, or is catching up, computes."
-        if not all(s.num_computed and s.seq_id in self.blocks.tables for s in group.seqs):
-            return False
-        if self.preemption != "auto": return self.preemption == "swap"
-        shared = group.num_shared * (len(group.seqs) - 1)        # computed once, for all
-        num_tokens = sum(seq.num_computed for seq in group.seqs) - shared
-        size, table = self.blocks.block_size, self.blocks.table
-        held = {b for seq in group.seqs
-                for b in table(seq.seq_id).blocks[:-(-seq.num_computed // size)]}
-        return self.costs.swap_s(len(held)) < self.costs.recompute_s(num_tokens)
-
+# %% ../nbs/05_scheduling.ipynb #losses
+class Losses(Gangs):
+    "What is lost is computed again."
     def lose(self, seq: Sequence):
         "Its keys and values are gone: when it returns, one long prompt makes them again."
         self.release(seq)
@@ -517,6 +499,36 @@ class Recovery(Gangs):
             self.sequences[seq_id].group.status = Status.PREEMPTED
             self.lose(self.sequences[seq_id])
 
+# %% ../nbs/05_scheduling.ipynb #recovery
+class Recovery(Losses):
+    "What becomes of the keys and values of a group that gives way."
+    def swap_out(self, group: Group,
+                 undone: dict[int, int]) -> list[tuple[int, int]] | None:
+        "Move its blocks to the host, each once; None if they are to be computed again."
+        if not self.wants_swap(group): return None
+        computed = {seq.seq_id: seq.num_computed for seq in group.seqs}
+        return self.host.swap_out(self.blocks, computed, undone)
+
+    def wants_swap(self, group: Group) -> bool:
+        "Does the mode say so, or the cost? Who has nothing, or is catching up, computes."
+        if not all(s.num_computed and s.seq_id in self.blocks.tables for s in group.seqs):
+            return False
+        if self.preemption != "auto": return self.preemption == "swap"
+        shared = group.num_shared * (len(group.seqs) - 1)        # computed once, for all
+        num_tokens = sum(seq.num_computed for seq in group.seqs) - shared
+        size, table = self.blocks.block_size, self.blocks.table
+        held = {b for seq in group.seqs
+                for b in table(seq.seq_id).blocks[:-(-seq.num_computed // size)]}
+        return self.costs.swap_s(len(held)) < self.costs.recompute_s(num_tokens)
+
+    def victim(self) -> Group:
+        "Whom the policy lets go; ValueError if that is nobody who runs."
+        group = self.policy.victim(list(self.running))
+        if group not in self.running:
+            raise ValueError(f"policy {self.policy.name!r}: its victim must be one of the "
+                             f"groups that it was given, not {group!r:.60}")
+        return group
+
 # %% ../nbs/05_scheduling.ipynb #preemption
 class Preemption(Recovery):
     "A group that runs goes on, and another gives way if it must."
@@ -537,14 +549,6 @@ class Preemption(Recovery):
         "Room for `n` tokens more, and for all that it has. None: not now."
         if seq.group.status is not Status.RUNNING: return Growth(0, [], [])
         return self.blocks.append(seq.seq_id, n, reserve=seq.num_tokens)
-
-    def victim(self) -> Group:
-        "Whom the policy lets go; ValueError if that is nobody who runs."
-        group = self.policy.victim(list(self.running))
-        if group not in self.running:
-            raise ValueError(f"policy {self.policy.name!r}: its victim must be one of the "
-                             f"groups that it was given, not {group!r:.60}")
-        return group
 
     def preempt(self, group: Group, draft: Draft):
         "All of its blocks go at once, to the host or for good; it returns before new ones."
