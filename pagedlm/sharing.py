@@ -17,7 +17,8 @@ from .blocks import BlockAllocator, BlockTable, blocks_for, check_block_size
 
 # %% auto #0
 __all__ = ['check_tables', 'check_pool', 'filled_slots', 'unfilled_slots', 'BlockPool', 'SharedBlocks', 'Growth', 'GrowingBlocks',
-           'chain_digest', 'Root', 'Entry', 'PrefixCache', 'check_cache', 'CachedBlocks', 'BlockManager']
+           'chain_digest', 'Root', 'Entry', 'PrefixCache', 'check_cache', 'CachedBlocks', 'FindingBlocks',
+           'BlockManager']
 
 # %% ../nbs/03_sharing.ipynb #check-tables
 def check_tables(tables: dict[int, BlockTable]) -> Counter:
@@ -296,8 +297,8 @@ class CachedBlocks(GrowingBlocks):
         del self.chains[seq_id]
 
 # %% ../nbs/03_sharing.ipynb #manager
-class BlockManager(CachedBlocks):
-    "The verbs, and how sequences find cached prefixes and leave them behind."
+class FindingBlocks(CachedBlocks):
+    "What the pool has of a prompt already, and what it lacks."
     def lookup(self, tokens: list[int], salt: str | None = None) -> list[int]:
         "The longest run of cached blocks from the start, without the last token's."
         found, hits, size = Root(salt), [], self.block_size
@@ -315,6 +316,9 @@ class BlockManager(CachedBlocks):
         before = self.cache.of_block[hits[-1]] if hits else Root(salt)
         return self.cache.digest(before.digest, tuple(tokens[i * size:(i + 1) * size]))
 
+# %% ../nbs/03_sharing.ipynb #manager-verbs
+class BlockManager(FindingBlocks):
+    "The verbs, and how sequences find cached prefixes and leave them behind."
     def adopt(self, seq_id: int, hits: list[int], salt: str | None = None) -> None:
         "A new sequence begins with what `lookup` found (maybe nothing) for this salt."
         chain: list[Entry | Root] = [Root(salt)]
