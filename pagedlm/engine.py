@@ -245,7 +245,7 @@ class Prompts:
     def encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None: raise ValueError("this model has no tokenizer: give token ids")
-            ids = self.tokenizer(check_text(prompt))["input_ids"]
+            ids = self.tokenize(check_text(prompt))
         elif isinstance(prompt, (list, tuple)): ids = self.check_ids("prompt token id", prompt)
         else: raise ValueError(f"a prompt is a str or a list of token ids, not {type(prompt).__name__}")
         if not ids: raise ValueError("the prompt is empty: at least one token is needed")
@@ -258,7 +258,18 @@ class Prompts:
         check_messages(messages)
         try: text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as e: raise ValueError(f"the chat template refuses these messages: {e}") from e
-        return self.tokenizer(check_text(text), add_special_tokens=False)["input_ids"]
+        return self.tokenize(check_text(text), add_special_tokens=False)
+
+    def tokenize(self, text: str, **kwargs) -> list[int]:
+        "The ids of a text. One that is far too long is refused by its beginning: all of 10 MB would take a minute."
+        size = 16 * self.max_model_len
+        while size < len(text):
+            n = len(self.tokenizer(text[:size], **kwargs)["input_ids"]) - 64       # where it is cut, some may differ
+            if n > self.max_model_len:
+                raise ValueError(f"the prompt has more than {n} tokens, which leaves no room in "
+                                 f"max_model_len = {self.max_model_len}")
+            size *= 4
+        return self.tokenizer(text, **kwargs)["input_ids"]
 
     def check_ids(self, name: str, ids) -> list[int]:
         "The ids as plain integers (NumPy's are fine, too)."
@@ -330,6 +341,7 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_generated_tokens: int = 0      # of all that were made, also those of samples that `best_of` leaves out
 
 # %% ../nbs/09_engine.ipynb #choice
 @dataclass(eq=False)
@@ -398,10 +410,11 @@ class Request:
         return [] if self.only_reads else [c for c in self.choices if c.seq.seq_id == seq_id and not c.finish_reason]
 
     def output(self) -> RequestOutput:
-        make = self.beam_outputs if self.beams else self.sample_outputs
-        return RequestOutput(self.seq.request_id, self.prompt, list(self.seq.prompt), make(), self.ended, self.error,
+        outputs = self.beam_outputs() if self.beams else self.sample_outputs()
+        made = max(sum(len(c.seq.output) for c in self.choices), sum(len(c.token_ids) for c in outputs))
+        return RequestOutput(self.seq.request_id, self.prompt, list(self.seq.prompt), outputs, self.ended, self.error,
                              self.seq.group.num_cached if self.seq.group else 0,
-                             self.prompt_logprobs and list(self.prompt_logprobs))
+                             self.prompt_logprobs and list(self.prompt_logprobs), made)
 
     def sample_outputs(self) -> list[CompletionOutput]:
         made, n = self.choices, self.params.n
@@ -498,7 +511,7 @@ class Requests:
         self.requests: dict[str, Request] = {}   # live, or ended and not yet reported; by request id
         self.ended: list[Request] = []           # ended, and reported by the next output
         self.held: list[RequestOutput] = []      # reported by a step that was made for somebody else
-        self.num_requests, self.recording, self.pinned = 0, None, set()
+        self.num_requests, self.recording, self.plan, self.pinned = 0, None, None, set()
 
     def add_request(self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None, *,
                     cache_salt: str | None = None):
@@ -570,7 +583,7 @@ class Lifecycle(Requests):
     def drop(self, request_ids: list[str]):
         "Abort requests of which nobody wants to hear any more."
         for i in request_ids: self.abort(i)
-        self.report([])
+        self.held += [output for output in self.report([]) if output.request_id not in request_ids]
 
     def has_unfinished(self) -> bool:
         "Whether another `step` has something to do or to report."
@@ -712,6 +725,7 @@ class Stepping(Prefixes):
         plan = self.scheduler.schedule()
         self.books.count(plan, self.scheduler.sequences)
         if self.recording: self.recording.add(plan, self.scheduler)
+        self.plan = plan
         return plan
 
     def step(self) -> list[RequestOutput]:
