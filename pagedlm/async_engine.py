@@ -147,14 +147,18 @@ def snapshot(engine: Engine) -> dict:
     "Where every block is now: the first event that a watcher gets."
     owners = {i: seq.request_id for i, seq in engine.scheduler.sequences.items()}
     return {"event": "snapshot", "block_size": engine.blocks.block_size, "num_blocks": engine.blocks.num_blocks,
-            "num_host_blocks": engine.scheduler.host.num_blocks, "tables": tables_of(engine.blocks, owners), **common(engine)}
+            "num_host_blocks": engine.scheduler.host.num_blocks, "cached": list(engine.blocks.cache.of_block),
+            "tables": tables_of(engine.blocks, owners), **common(engine)}
 
 def step_event(engine: Engine, plan: Plan) -> dict:
     """What a step changed: `rows` of [seq_id, request id, tokens, first block, blocks from there on], the copies and
-    swaps, and who gave way. `live` are the sequences that still have a table: others' are gone."""
-    owners = {i: seq.request_id for i, seq in engine.scheduler.sequences.items()}
+    swaps, and who gave way. `live` are the sequences that still have a table: others' are gone. Forks that no plan has
+    had yet are rows, too."""
+    s, owners = engine.scheduler, {i: seq.request_id for i, seq in engine.scheduler.sequences.items()}
     rows = [[r.seq_id, owners[r.seq_id], r.position + len(r.tokens), r.first_block, r.blocks]
             for r in plan.rows if r.seq_id in owners]
+    rows += [[i, owners.get(i, "pin"), t.num_tokens, 0, list(t.blocks)]
+             for i, t in engine.blocks.tables.items() if i not in s.known]
     return {"event": "step", "rows": rows, "live": list(engine.blocks.tables), "copies": plan.copies,
             "preempted": plan.preempted, "swapped_out": plan.swapped_out, "swapped_in": plan.swapped_in, **common(engine)}
 
@@ -178,7 +182,7 @@ class Delivering(Calls):
         self.engine = engine
         self.streams: dict[str, OutputStream] = {}        # of live requests, by id
         self.watchers: list[Watcher] = []
-        self.num_told = 0                                 # steps that the watchers know of
+        self.num_told, self.cached = 0, set()             # steps, and cached blocks, that the watchers know of
         self.stats: EngineStats = engine.stats()          # after the newest step
 
     def deliver(self, outputs: list[RequestOutput]):
@@ -203,6 +207,8 @@ class Delivering(Calls):
         self.num_told = steps = e.books.steps
         if steps > before + 1: event = snapshot(e)        # steps were made for a pin
         else: event = step_event(e, e.plan if steps > before else Plan([]))
+        had, self.cached = self.cached, set(e.blocks.cache.of_block)
+        if event["event"] == "step": event |= {"cached": list(self.cached - had), "forgotten": list(had - self.cached)}
         self.watchers = [w for w in self.watchers if on_loop(w.loop, w.put, event)]
 
 def hand_out(batch: list[tuple[OutputStream, RequestOutput]], now: float):
@@ -335,7 +341,7 @@ class AsyncEngine(Ending):
         "What the pool does, as plain values: a `snapshot`, then a `step_event` after each step. It ends when `drain` begins."
         watcher = Watcher()
         def begin(engine: Engine):
-            if not self.watchers: self.num_told = engine.books.steps
+            if not self.watchers: self.num_told, self.cached = engine.books.steps, set(engine.blocks.cache.of_block)
             if watcher not in self.watchers: self.watchers.append(watcher)
             on_loop(watcher.loop, watcher.put, snapshot(engine))
         try:
