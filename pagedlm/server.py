@@ -34,13 +34,14 @@ from .async_engine import AsyncEngine, EngineClosing, EngineDead, OutputStream
 from .engine import CompletionOutput, RequestOutput
 from .sampling import Logprob, SamplingParams
 from .scheduler import QueueFull
+from .text import Detokenizer
 
 # %% auto #0
 __all__ = ['KINDS', 'NEUTRAL', 'OWN', 'FIELDS', 'MAX_BODY', 'MAX_DEPTH', 'BODY_TIMEOUT', 'LOWEST', 'PLAIN', 'OTHER', 'BYTES',
            'log', 'SECONDS', 'POLICY', 'ApiError', 'as_error', 'invalid', 'Body', 'StreamOptions', 'SamplingFields',
            'RequestFields', 'sampling_params', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest',
            'BoundedRequest', 'no_number', 'too_deep', 'check_depth', 'BoundedRoute', 'Gate', 'token_text',
-           'token_bytes', 'number', 'completion_logprobs', 'chat_logprobs', 'Job', 'usage', 'Piece', 'Cursor',
+           'token_bytes', 'number', 'completion_logprobs', 'chat_logprobs', 'Places', 'Job', 'usage', 'Piece', 'Cursor',
            'CompletionJob', 'prompt_entries', 'ChatJob', 'check', 'last', 'merged', 'answer', 'chunks', 'event',
            'events', 'event_stream', 'ClientGone', 'unless_gone', 'Metrics', 'gauges', 'counters', 'read_page',
            'pool_events', 'Handlers', 'Responding', 'create_app', 'listen', 'address', 'run_server']
@@ -310,16 +311,13 @@ BYTES = {chr(b): b for b in PLAIN} | {chr(256 + i): b for i, b in enumerate(OTHE
 def number(p: Logprob) -> float: return max(p.logprob, LOWEST)
 
 # %% ../nbs/11_server.ipynb #completion-logprobs
-def completion_logprobs(ids: list[int], entries: list[dict[int, Logprob] | None], tokenizer, offset: int) -> dict:
-    "The logprobs object of /v1/completions; the text of `ids` begins at character `offset`."
-    out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+def completion_logprobs(ids: list[int], entries: list[dict[int, Logprob] | None], tokenizer, places: list[int]) -> dict:
+    "The logprobs object of /v1/completions; `places`: where in the text the tokens begin."
+    out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": places[:len(entries)]}
     for token, entry in zip(ids, entries):
-        text = token_text(tokenizer, token)
-        out["tokens"].append(text)
+        out["tokens"].append(token_text(tokenizer, token))
         out["token_logprobs"].append(entry and number(entry[token]))
         out["top_logprobs"].append(entry and {token_text(tokenizer, i): number(p) for i, p in reversed(entry.items())})
-        out["text_offset"].append(offset)
-        offset += len(text)
     return out
 
 def chat_logprobs(ids: list[int], entries: list[dict[int, Logprob]], tokenizer, top: int) -> dict:
@@ -330,6 +328,26 @@ def chat_logprobs(ids: list[int], entries: list[dict[int, Logprob]], tokenizer, 
     def ranked(entry): return sorted(entry.items(), key=lambda item: item[1].rank)[:top]
     return {"content": [one(token, entry[token]) | {"top_logprobs": [one(i, p) for i, p in ranked(entry)]}
                         for token, entry in zip(ids, entries)], "refusal": None}
+
+# %% ../nbs/11_server.ipynb #places
+class Places:
+    """Where in a text its tokens begin, in characters from `at` on. A token that is a part of a character begins where the
+    text stood."""
+    def __init__(self, tokenizer, skip_special_tokens: bool, at: int = 0):
+        self.tokenizer, self.at = tokenizer, at
+        self.words = tokenizer and Detokenizer(tokenizer, skip_special_tokens)
+
+    def of(self, ids: list[int], said: str | None = None) -> list[int]:
+        "The places of the next tokens. `said`: their text, which may lack those that the tokenizer put before it."
+        special = set(self.tokenizer.all_special_ids) if self.tokenizer and said is not None else ()
+        return [self.at if i in special and not said.startswith(token_text(self.tokenizer, i), self.at) else self.add(i) for i in ids]
+
+    def add(self, token: int) -> int:
+        if self.tokenizer is None: return self.at
+        own, new = token_text(self.tokenizer, token), self.words.add(token)
+        place = self.at + (len(new) - len(own) if new.endswith(own) else 0)
+        self.at += len(new)
+        return place
 
 # %% ../nbs/11_server.ipynb #job
 @dataclass
@@ -342,6 +360,7 @@ class Job:
     streams: list[OutputStream] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
+    written: dict[int, Places] = field(default_factory=dict)      # of each choice, while offsets are asked for
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"       # of its id, its answer, its chunks
 
@@ -372,7 +391,6 @@ class Piece:
     text: str
     ids: list[int]
     logprobs: list | None
-    offset: int                       # characters before it
     first: bool
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -391,7 +409,7 @@ class Cursor:
         "The piece that is new, if there is any: with text, log-probabilities, or an end."
         text, ids = c.text[self.text:], c.token_ids[self.tokens:]
         if self.ended or not (text or (ids and c.logprobs is not None) or c.finish_reason): return None
-        piece = Piece(self.index, text, ids, c.logprobs and c.logprobs[self.tokens:], self.text, not self.begun,
+        piece = Piece(self.index, text, ids, c.logprobs and c.logprobs[self.tokens:], not self.begun,
                       c.finish_reason, c.stop_reason, None if self.begun else prompt)
         self.text, self.tokens, self.begun, self.ended = len(c.text), len(c.token_ids), True, bool(c.finish_reason)
         return piece
@@ -405,11 +423,17 @@ class CompletionJob(Job):
         if out: said = out.prompt if out.prompt is not None else self.tokenizer.decode(out.prompt_token_ids) if self.tokenizer else ""
         logprobs = None
         if k is not None:
-            ids, entries = piece.ids, piece.logprobs or []
+            ids, entries, places = piece.ids, piece.logprobs or [], self.places(piece, said)
             if out: ids, entries = out.prompt_token_ids + ids, (out.prompt_logprobs or [None]) + entries
-            logprobs = completion_logprobs(ids, entries, self.tokenizer, piece.offset)
+            logprobs = completion_logprobs(ids, entries, self.tokenizer, places)
         return {"index": piece.index, "text": said + piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason,
                 "stop_reason": piece.stop_reason}
+
+    def places(self, piece: Piece, said: str) -> list[int]:
+        "Where the tokens of a piece begin in the text of its choice, those of the echoed prompt `said` among them."
+        if piece.first: self.written[piece.index] = Places(self.tokenizer, self.params.skip_special_tokens, len(said))
+        echoed = piece.prompt.prompt_token_ids if piece.prompt else []
+        return Places(self.tokenizer, False).of(echoed, said) + self.written[piece.index].of(piece.ids)
 
     def whole(self, piece: Piece, output: RequestOutput) -> dict:
         more = {} if self.asked.prompt_logprobs is None else {"prompt_logprobs": prompt_entries(output)}
