@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
-from .engine import Engine, EngineStats, RequestOutput
+from .engine import Engine, EngineStats, RequestOutput, resolve_max_tokens
 from .models import Model
 from .sampling import SamplingParams
 from .scheduler import Plan, Status
 
 # %% auto #0
 __all__ = ['POLL_S', 'log', 'EngineDead', 'EngineClosing', 'OutputStream', 'Mailbox', 'on_loop', 'Calls', 'tables_of', 'queues',
-           'common', 'snapshot', 'step_event', 'Watcher', 'Delivering', 'hand_out', 'Threaded', 'Submitting', 'Ending',
-           'AsyncEngine']
+           'common', 'snapshot', 'step_event', 'Watcher', 'Delivering', 'hand_out', 'Threaded', 'Submitting', 'until',
+           'Ending', 'AsyncEngine']
 
 # %% ../nbs/09a_async_engine.ipynb #errors
 class EngineDead(RuntimeError):
@@ -35,12 +35,14 @@ class EngineClosing(RuntimeError):
 # %% ../nbs/09a_async_engine.ipynb #output-stream
 class OutputStream:
     """The outputs of one request, as an async iterator that belongs to one event loop. Each is cumulative, so a
-    reader who is late gets the newest one and misses nothing; the last one has `finished` set.
+    reader who is late gets the newest one and misses nothing; the last one has `finished` set. Who does not read to
+    the end calls `abort`; until then the request runs on.
 
     `arrived`, `first_token` and `ended` are times of `time.monotonic()`, None until they are known."""
     def __init__(self, engine: Threaded, request_id: str):
         self.engine, self.request_id, self.loop = engine, request_id, asyncio.get_running_loop()
         self.newest: RequestOutput | None = None
+        self.read: RequestOutput | None = None
         self.news, self.finished = asyncio.Event(), False      # finished: the last output was read
         self.arrived, self.first_token, self.ended = time.monotonic(), None, None
 
@@ -55,10 +57,20 @@ class OutputStream:
 
     async def __anext__(self) -> RequestOutput:
         if self.finished: raise StopAsyncIteration
-        await self.engine.wait(self.news.wait())
+        if asyncio.get_running_loop() is not self.loop: raise RuntimeError("a stream is read on the loop that it was made on")
+        while self.newest is self.read: await self.pause()
+        self.read, self.finished = self.newest, self.newest.finished
+        return self.read
+
+    async def pause(self):
+        "Until there is news, or a second has passed: EngineDead if there can be none. No task is made: it is once per token."
         self.news.clear()
-        self.finished = self.newest.finished
-        return self.newest
+        timer = self.loop.call_later(POLL_S, self.news.set)
+        try: await self.news.wait()
+        finally: timer.cancel()
+        if self.newest is self.read and self.engine.problem():
+            await asyncio.sleep(0)                             # it may have died with the last news on their way
+            if self.newest is self.read: self.engine.check_alive()
 
     def abort(self):
         "Nobody will read on: the engine drops the request. Nothing happens if it has ended."
@@ -105,7 +117,8 @@ class Calls(Mailbox):
         "Await `what`, which the engine's thread brings about; EngineDead if it no longer can."
         task = asyncio.ensure_future(what)
         try:
-            while not (await asyncio.wait({task}, timeout=POLL_S))[0]: self.check_alive()
+            while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
+                if self.problem() and not (await asyncio.wait({task}, timeout=0))[0]: self.check_alive()   # was it the last news?
             return task.result()
         finally: task.cancel()
 
@@ -120,7 +133,8 @@ class Calls(Mailbox):
             else: done.set_result(result)
         def run(engine: Engine):
             try: result, error = do(engine), None
-            except Exception as e: result, error = None, e
+            except StopIteration as e: result, error = None, RuntimeError(repr(e))      # no future takes it
+            except BaseException as e: result, error = None, e                          # the caller's, not the thread's
             on_loop(loop, answer, result, error)
         self.post(run)
         return await self.wait(done)
@@ -258,17 +272,28 @@ class Submitting(Threaded):
         """A stream for each prompt. All are accepted or, with an exception, none: ValueError if one is invalid or can
         never fit, QueueFull if too many wait, EngineClosing or EngineDead. Texts become tokens in another thread."""
         self.check_open()
-        streams = [OutputStream(self, i) for i in request_ids or [f"async-{next(self.numbers)}" for _ in prompts]]
-        ids = await asyncio.to_thread(lambda: [self.engine.prompts.encode(p) for p in prompts])
+        if isinstance(prompts, str): raise ValueError("submit takes a list of prompts, not one text")
+        streams = [OutputStream(self, i) for i in request_ids or [self.new_id() for _ in prompts]]
+        ids = await asyncio.to_thread(lambda: [self.tokens(p) for p in prompts])
         try: await self.call(lambda engine: self.add(streams, prompts, ids, params, cache_salt))
-        except asyncio.CancelledError:
+        except BaseException:                 # cancelled, or no answer came: they may get in yet
             for stream in streams: stream.abort()
             raise
         return streams
 
+    def new_id(self) -> str:
+        "An id that no live request has, not even one of a caller's choice."
+        return next(i for n in self.numbers if (i := f"async-{n}") not in self.engine.requests)
+
+    def tokens(self, prompt: str | list[int]) -> list[int]:
+        "A prompt's tokens. Far too many are refused here, where nobody waits."
+        ids = self.engine.prompts.encode(prompt)
+        resolve_max_tokens(0, len(ids), self.engine.max_model_len)
+        return ids
+
     def check_open(self):
-        self.check_alive()
         if self.closing: raise EngineClosing("the engine is closing: it takes no new requests")
+        self.check_alive()
 
     def add(self, streams: list[OutputStream], prompts: list, ids: list, params, cache_salt: str | None):
         "Add all requests, or none; on the engine's thread."
@@ -285,15 +310,22 @@ class Submitting(Threaded):
         self.streams |= {stream.request_id: stream for stream in streams}
 
 # %% ../nbs/09a_async_engine.ipynb #ending
+async def until(done: Callable[[], Any], timeout: float):
+    "Wait until `done()`, at most `timeout` seconds."
+    end = time.monotonic() + timeout
+    while not done() and time.monotonic() < end: await asyncio.sleep(0.02)
+
 class Ending(Submitting):
     "How the engine ends."
-    async def drain(self, timeout: float = 30.0):
-        "Take no new requests; wait up to `timeout` seconds for those that there are, then abort them."
-        self.closing, end = True, time.monotonic() + timeout
-        self.post(lambda engine: self.dismiss())
-        while self.streams and time.monotonic() < end and not self.problem(): await asyncio.sleep(0.05)
+    async def drain(self, timeout: float = 30.0, grace: float = 10.0):
+        """Take no new requests; wait up to `timeout` seconds for those that there are, then abort them, and wait up to
+        `grace` seconds for the step that is being made."""
+        self.closing, said = True, Event()
+        self.post(lambda engine: (self.dismiss(), said.set()))      # what came before it is in `streams`
+        def quiet(): return (said.is_set() and not self.streams) or self.problem()
+        await until(quiet, timeout)
         self.post(self.abort_all)
-        while self.streams and not self.problem(): await asyncio.sleep(0.01)
+        await until(quiet, grace)
 
     def dismiss(self):
         for w in self.watchers: on_loop(w.loop, w.events.put_nowait, None)
@@ -308,6 +340,7 @@ class Ending(Submitting):
         self.closing = True
         self.post(self.end)
         self.thread.join(timeout)
+        if not self.thread.is_alive(): self.engine.close()        # it may have died before
 
     def end(self, engine: Engine):
         self.abort_all(engine)
@@ -344,6 +377,7 @@ class AsyncEngine(Ending):
             if not self.watchers: self.num_told, self.cached = engine.books.steps, set(engine.blocks.cache.of_block)
             if watcher not in self.watchers: self.watchers.append(watcher)
             on_loop(watcher.loop, watcher.put, snapshot(engine))
+            if self.closing: self.dismiss()
         try:
             await self.call(begin)
             while True:

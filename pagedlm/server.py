@@ -6,6 +6,7 @@
 from __future__ import annotations
 import asyncio
 import hmac
+import itertools
 import json
 import logging
 import signal
@@ -17,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.resources import files
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from uuid import uuid4
 
 import uvicorn
@@ -27,7 +28,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from .async_engine import AsyncEngine, EngineClosing, EngineDead, OutputStream
@@ -37,14 +38,27 @@ from .scheduler import QueueFull
 from .text import Detokenizer
 
 # %% auto #0
-__all__ = ['KINDS', 'NEUTRAL', 'OWN', 'FIELDS', 'MAX_BODY', 'MAX_DEPTH', 'BODY_TIMEOUT', 'LOWEST', 'PLAIN', 'OTHER', 'BYTES',
-           'log', 'SECONDS', 'POLICY', 'ApiError', 'as_error', 'invalid', 'Body', 'StreamOptions', 'SamplingFields',
-           'RequestFields', 'sampling_params', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest',
-           'BoundedRequest', 'no_number', 'too_deep', 'check_depth', 'BoundedRoute', 'Gate', 'token_text',
-           'token_bytes', 'number', 'completion_logprobs', 'chat_logprobs', 'Places', 'Job', 'usage', 'Piece', 'Cursor',
-           'CompletionJob', 'prompt_entries', 'ChatJob', 'check', 'last', 'merged', 'answer', 'chunks', 'event',
-           'events', 'event_stream', 'ClientGone', 'unless_gone', 'Metrics', 'gauges', 'counters', 'read_page',
-           'pool_events', 'Handlers', 'Responding', 'create_app', 'listen', 'address', 'run_server']
+__all__ = ['KINDS', 'NEUTRAL', 'Ids', 'OWN', 'FIELDS', 'Item', 'Several', 'MAX_BODY', 'MAX_DEPTH', 'MAX_MARKS', 'BODY_TIMEOUT',
+           'LOWEST', 'PLAIN', 'OTHER', 'BYTES', 'log', 'SECONDS', 'POLICY', 'listen', 'address', 'ApiError', 'as_error',
+           'field_name', 'invalid', 'unsupported', 'Body', 'StreamOptions', 'few', 'SamplingFields', 'RequestFields',
+           'sampling_params', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest', 'BoundedRequest', 'no_number',
+           'too_deep', 'check_depth', 'BoundedRoute', 'Gate', 'Job', 'usage', 'Piece', 'Cursor', 'token_text',
+           'token_bytes', 'number', 'completion_logprobs', 'chat_logprobs', 'Places', 'CompletionJob', 'prompt_entries',
+           'ChatJob', 'check', 'last', 'merged', 'answer', 'chunks', 'event', 'events', 'event_stream', 'ClientGone',
+           'unless_gone', 'Metrics', 'gauges', 'counters', 'read_page', 'pool_events', 'Handlers', 'Responding',
+           'create_app', 'run_server']
+
+# %% ../nbs/11_server.ipynb #listen
+def listen(host: str, port: int) -> socket.socket:
+    "A socket that listens; OSError says why not. Who connects now waits until the server runs."
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as e: raise OSError(f"cannot listen on {host}:{port}: {e}") from None
+
+def address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 # %% ../nbs/11_server.ipynb #api-error
 class ApiError(HTTPException):
@@ -80,16 +94,27 @@ def as_error(e: Exception) -> ApiError:
         return ApiError(400, str(e), param=first if first in FIELDS else None, code="context_length_exceeded" if too_long else None)
     return ApiError(500, f"the server failed: {type(e).__name__}: {e}", "server_error", code="internal_error")
 
+# %% ../nbs/11_server.ipynb #invalid
+def field_name(loc: tuple) -> str:
+    "Where in a body something is, as a client would write it: without the names that pydantic gives to alternatives."
+    return ".".join(str(part) for i, part in enumerate(loc[1:], 2) if i == len(loc) or "[" not in str(part)) or "body"
+
 def invalid(errors: list[dict]) -> ApiError:
     "What is wrong with a body, by name: the first field that is."
-    where = [part for part in errors[0]["loc"] if part != "body"]
     same = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
-    name = ".".join(str(part) for part in where[:1]) or "body"
-    path = ".".join(str(part) for part in where) if len(same) == 1 else name
-    if errors[0]["type"] == "extra_forbidden":
-        return ApiError(400, f"{path} is not supported by this server: leave it out", param=path, code="unsupported_parameter")
+    for e in same:
+        if e["type"] == "extra_forbidden": return unsupported(e)
+    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*(e["loc"] for e in same)))
+    path, first = field_name(tuple(part for part, *_ in alike)), errors[0]
+    if first["type"] == "missing": return ApiError(400, f"{path} is missing", param=path)
     why = "; or ".join(dict.fromkeys(e["msg"] for e in same[:8]))
-    return ApiError(400, f"{path}: {why}, not {errors[0].get('input')!r:.100}", param=path)
+    return ApiError(400, f"{path}: {why}, not {first.get('input')!r:.100}", param=path)
+
+def unsupported(e: dict) -> ApiError:
+    "A field that we do not have, with its value, and those values with which it is taken."
+    path, fine = field_name(e["loc"]), "".join(f", or give {value!r}" for value in NEUTRAL.get(e["loc"][-1], ()))
+    return ApiError(400, f"{path} = {e.get('input')!r:.100} is not supported by this server: leave it out{fine}", param=path,
+                    code="unsupported_parameter")
 
 # %% ../nbs/11_server.ipynb #fields
 class Body(BaseModel):
@@ -100,6 +125,7 @@ class Body(BaseModel):
     @classmethod
     def without_nulls(cls, given):
         if not isinstance(given, dict): return given
+        if len(given) > 64: raise ValueError(f"{len(given):,} fields, of which no more than 64 can have a meaning")
         return {k: v for k, v in given.items() if v is not None and v not in NEUTRAL.get(k, ())}
 
 # fields that we do not have, where they ask for what we do anyhow
@@ -111,6 +137,12 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 # %% ../nbs/11_server.ipynb #sampling-fields
+Ids = Annotated[list[int], Field(fail_fast=True)]        # one mistake is enough
+
+def few(bias):
+    if isinstance(bias, dict) and len(bias) > 1024: raise ValueError(f"{len(bias):,} entries, and 1,024 are allowed")
+    return bias
+
 class SamplingFields(Body):
     """How tokens are chosen, and when an answer ends: the names of OpenAI, and vLLM's for those that OpenAI does not have.
     What each may be is said, and checked, by `SamplingParams`."""
@@ -125,10 +157,10 @@ class SamplingFields(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024), BeforeValidator(few)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -153,9 +185,9 @@ def sampling_params(asked: RequestFields, **more) -> SamplingParams:
     "The SamplingParams that a body asks for; ValueError names what is wrong."
     given = asked.model_dump(exclude_unset=True, include=set(SamplingFields.model_fields)) | more
     if bias := given.pop("logit_bias", None):
-        if wrong := [k for k in bias if not (k.isascii() and k.isdigit())]:
+        if wrong := [k for k in bias if not (k.isascii() and k.isdigit() and len(k) < 20)]:
             raise ValueError(f"logit_bias has token ids as keys, not {wrong[0]!r:.40}")
-        given["logit_bias"] = {int(k[:10]): v for k, v in bias.items()}
+        given["logit_bias"] = {int(k): v for k, v in bias.items()}
     params = SamplingParams(**given)
     if asked.stream_options and not asked.stream: raise ValueError("stream_options is only allowed when stream is true")
     if asked.stream and params.width > params.n: raise ValueError("best_of above n cannot be streamed: set stream to false")
@@ -163,9 +195,12 @@ def sampling_params(asked: RequestFields, **more) -> SamplingParams:
     return params
 
 # %% ../nbs/11_server.ipynb #completion-request
+Item = TypeVar("Item")
+Several = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
+
 class CompletionRequest(RequestFields):
     "The body of POST /v1/completions."
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="a text, token ids, or a list of either")
+    prompt: str | Several[str] | Ids | Several[Ids] = Field(description="a text, token ids, or a list of either")
     echo: bool | None = Field(None, description="begin each text with its prompt")
     logprobs: int | None = Field(None, description="0 to 20: the log-probability of each token, and of as many top ones")
 
@@ -187,7 +222,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: str
-    content: str | list[TextPart]
+    content: str | Several[TextPart]
 
     def plain(self) -> dict[str, str]:
         "As chat templates take it; OpenAI's newer name for the system's role is its older one."
@@ -196,7 +231,7 @@ class Message(Body):
 
 class ChatRequest(RequestFields):
     "The body of POST /v1/chat/completions."
-    messages: list[Message]
+    messages: Several[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs")
     max_completion_tokens: int | None = Field(None, description="OpenAI's newer name for max_tokens")
@@ -212,6 +247,7 @@ class ChatRequest(RequestFields):
 # %% ../nbs/11_server.ipynb #bounded
 MAX_BODY = 8 << 20       # bytes
 MAX_DEPTH = 16           # of lists and objects in each other
+MAX_MARKS = 200_000      # commas, colons and brackets: what stands between them becomes an object in memory, each
 BODY_TIMEOUT = 60.0      # seconds for all of a body to arrive
 
 class BoundedRequest(Request):
@@ -236,7 +272,10 @@ class BoundedRequest(Request):
         return b"".join(parts)
 
     async def json(self):
-        try: found = json.loads(await self.body(), parse_constant=no_number)
+        body = await self.body()
+        if sum(map(body.count, b",:[{")) > MAX_MARKS:
+            raise ApiError(413, f"the body has more than {MAX_MARKS:,} commas, colons and opening brackets", code="body_too_large")
+        try: found = json.loads(body, parse_constant=no_number)
         except RecursionError: raise too_deep() from None
         except ValueError as e: raise ApiError(400, f"the body is not valid JSON: {e}") from None
         check_depth(found)
@@ -289,65 +328,6 @@ class Gate:
         self.inside += 1
         try: await self.app(scope, receive, send)
         finally: self.inside -= 1
-
-# %% ../nbs/11_server.ipynb #token-bytes
-LOWEST = -9999.0       # JSON has no minus infinity
-
-def token_text(tokenizer, token: int) -> str:
-    return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
-
-def token_bytes(tokenizer, token: int, text: str) -> list[int] | None:
-    "The bytes of a token; a token may be a part of a character, which has no text of its own."
-    if tokenizer is None: return None
-    if "\ufffd" not in text: return list(text.encode())
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if len(piece) == 6 and piece.startswith("<0x"): return [int(piece[3:5], 16)]
-    return [BYTES[c] for c in piece] if all(c in BYTES for c in piece) else list(text.encode())
-
-PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that byte-level vocabularies write as they are
-OTHER = [b for b in range(256) if b not in PLAIN]                   # the others, from character 256 on
-BYTES = {chr(b): b for b in PLAIN} | {chr(256 + i): b for i, b in enumerate(OTHER)}
-
-def number(p: Logprob) -> float: return max(p.logprob, LOWEST)
-
-# %% ../nbs/11_server.ipynb #completion-logprobs
-def completion_logprobs(ids: list[int], entries: list[dict[int, Logprob] | None], tokenizer, places: list[int]) -> dict:
-    "The logprobs object of /v1/completions; `places`: where in the text the tokens begin."
-    out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": places[:len(entries)]}
-    for token, entry in zip(ids, entries):
-        out["tokens"].append(token_text(tokenizer, token))
-        out["token_logprobs"].append(entry and number(entry[token]))
-        out["top_logprobs"].append(entry and {token_text(tokenizer, i): number(p) for i, p in reversed(entry.items())})
-    return out
-
-def chat_logprobs(ids: list[int], entries: list[dict[int, Logprob]], tokenizer, top: int) -> dict:
-    "The logprobs object of /v1/chat/completions; `top` of each entry are shown as the likeliest."
-    def one(i: int, p: Logprob) -> dict:
-        text = token_text(tokenizer, i)
-        return {"token": text, "logprob": number(p), "bytes": token_bytes(tokenizer, i, text)}
-    def ranked(entry): return sorted(entry.items(), key=lambda item: item[1].rank)[:top]
-    return {"content": [one(token, entry[token]) | {"top_logprobs": [one(i, p) for i, p in ranked(entry)]}
-                        for token, entry in zip(ids, entries)], "refusal": None}
-
-# %% ../nbs/11_server.ipynb #places
-class Places:
-    """Where in a text its tokens begin, in characters from `at` on. A token that is a part of a character begins where the
-    text stood."""
-    def __init__(self, tokenizer, skip_special_tokens: bool, at: int = 0):
-        self.tokenizer, self.at = tokenizer, at
-        self.words = tokenizer and Detokenizer(tokenizer, skip_special_tokens)
-
-    def of(self, ids: list[int], said: str | None = None) -> list[int]:
-        "The places of the next tokens. `said`: their text, which may lack those that the tokenizer put before it."
-        special = set(self.tokenizer.all_special_ids) if self.tokenizer and said is not None else ()
-        return [self.at if i in special and not said.startswith(token_text(self.tokenizer, i), self.at) else self.add(i) for i in ids]
-
-    def add(self, token: int) -> int:
-        if self.tokenizer is None: return self.at
-        own, new = token_text(self.tokenizer, token), self.words.add(token)
-        place = self.at + (len(new) - len(own) if new.endswith(own) else 0)
-        self.at += len(new)
-        return place
 
 # %% ../nbs/11_server.ipynb #job
 @dataclass
@@ -413,6 +393,68 @@ class Cursor:
                       c.finish_reason, c.stop_reason, None if self.begun else prompt)
         self.text, self.tokens, self.begun, self.ended = len(c.text), len(c.token_ids), True, bool(c.finish_reason)
         return piece
+
+# %% ../nbs/11_server.ipynb #token-bytes
+LOWEST = -9999.0       # JSON has no minus infinity
+
+def token_text(tokenizer, token: int) -> str:
+    return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
+
+def token_bytes(tokenizer, token: int, text: str) -> list[int] | None:
+    "The bytes of a token; a token may be a part of a character, which has no text of its own."
+    if tokenizer is None: return None
+    if "\ufffd" not in text: return list(text.encode())
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if len(piece) == 6 and piece.startswith("<0x"): return [int(piece[3:5], 16)]
+    return [BYTES[c] for c in piece] if all(c in BYTES for c in piece) else list(text.encode())
+
+PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that byte-level vocabularies write as they are
+OTHER = [b for b in range(256) if b not in PLAIN]                   # the others, from character 256 on
+BYTES = {chr(b): b for b in PLAIN} | {chr(256 + i): b for i, b in enumerate(OTHER)}
+
+def number(p: Logprob) -> float: return max(p.logprob, LOWEST)
+
+# %% ../nbs/11_server.ipynb #completion-logprobs
+def completion_logprobs(ids: list[int], entries: list[dict[int, Logprob] | None], tokenizer, places: list[int]) -> dict:
+    "The logprobs object of /v1/completions; `places`: where in the text the tokens begin."
+    out = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": places[:len(entries)]}
+    for token, entry in zip(ids, entries):
+        out["tokens"].append(token_text(tokenizer, token))
+        out["token_logprobs"].append(entry and number(entry[token]))
+        out["top_logprobs"].append(entry and {token_text(tokenizer, i): number(p) for i, p in reversed(entry.items())})
+    return out
+
+def chat_logprobs(ids: list[int], entries: list[dict[int, Logprob]], tokenizer, top: int) -> dict:
+    "The logprobs object of /v1/chat/completions; `top` of each entry are shown as the likeliest."
+    def one(i: int, p: Logprob) -> dict:
+        text = token_text(tokenizer, i)
+        return {"token": text, "logprob": number(p), "bytes": token_bytes(tokenizer, i, text)}
+    def ranked(entry): return sorted(entry.items(), key=lambda item: item[1].rank)[:top]
+    return {"content": [one(token, entry[token]) | {"top_logprobs": [one(i, p) for i, p in ranked(entry)]}
+                        for token, entry in zip(ids, entries)], "refusal": None}
+
+# %% ../nbs/11_server.ipynb #places
+class Places:
+    """Where in a text its tokens begin, in characters from `at` on. A token that is a part of a character begins where the
+    text stood."""
+    def __init__(self, tokenizer, skip_special_tokens: bool, at: int = 0):
+        self.tokenizer, self.at = tokenizer, at
+        self.words = tokenizer and Detokenizer(tokenizer, skip_special_tokens)
+
+    def of(self, ids: list[int], said: str | None = None) -> list[int]:
+        "The places of the next tokens. `said`: their text, which may lack those that the tokenizer put before it."
+        return [self.at if said is not None and self.unseen(i, said) else self.add(i) for i in ids]
+
+    def unseen(self, token: int, said: str) -> bool:
+        if self.tokenizer is None or self.tokenizer.decode([token], skip_special_tokens=True): return False
+        return not said.startswith(token_text(self.tokenizer, token), self.at)
+
+    def add(self, token: int) -> int:
+        if self.tokenizer is None: return self.at
+        own, new = token_text(self.tokenizer, token), self.words.add(token)
+        place = self.at + (len(new) - len(own) if new.endswith(own) else 0)
+        self.at += len(new)
+        return place
 
 # %% ../nbs/11_server.ipynb #completion-job
 class CompletionJob(Job):
@@ -481,6 +523,9 @@ async def last(stream: OutputStream) -> RequestOutput:
 
 async def merged(streams: list[OutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     "The outputs of all streams as they come, with the number of the stream."
+    if len(streams) == 1:                    # no task for each output of the usual request
+        async for output in streams[0]: yield 0, output
+        return
     waiting = {asyncio.ensure_future(anext(s)): i for i, s in enumerate(streams)}
     try:
         while waiting:
@@ -656,6 +701,8 @@ class Handlers:
     async def start(self, job: Job, prompts: list) -> Job:
         "Hand a job's prompts to the engine."
         engine, waiting = self.engine, self.engine.engine.scheduler.max_waiting
+        most, name = engine.engine.scheduler.max_num_seqs, "n" if job.params.best_of is None else "best_of"
+        if job.params.width > most: raise ValueError(f"{name} must be at most {most}, the sequences that may run at once, not {job.params.width}")
         if waiting is not None and len(prompts) > waiting:
             raise ValueError(f"prompt has {len(prompts)} prompts, and no more than {waiting} may wait: send fewer at once")
         job.streams = await engine.submit(prompts, job.params, request_ids=job.request_ids(len(prompts)), cache_salt=job.asked.cache_salt)
@@ -720,18 +767,6 @@ def create_app(engine: AsyncEngine, names: list[str], api_key: str | None = None
         app.add_exception_handler(kind, failed)
     app.add_middleware(Gate, api_key=api_key)
     return app
-
-# %% ../nbs/11_server.ipynb #listen
-def listen(host: str, port: int) -> socket.socket:
-    "A socket that listens; OSError says why not. Who connects now waits until the server runs."
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as e: raise OSError(f"cannot listen on {host}:{port}: {e}") from None
-
-def address(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 # %% ../nbs/11_server.ipynb #run-server
 async def run_server(engine: AsyncEngine, app: FastAPI, sock: socket.socket, shutdown_timeout: float = 15.0, log_level: str = "warning"):
