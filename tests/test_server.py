@@ -196,7 +196,7 @@ def serving(model, tokenizer, names=("tiny",), api_key=None, prepare=lambda engi
     server = uvicorn.Server(uvicorn.Config(create_app(engine, list(names), api_key), log_level="error", lifespan="off", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=lambda: server.run(sockets=[sock]), daemon=True)
     thread.start()
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     try:
         with Client(address(sock), headers=headers) as client:
             client.engine = engine
@@ -526,3 +526,622 @@ def test_cached_tokens_are_in_the_usage(tiny):
     assert first["prompt_tokens_details"]["cached_tokens"] < cached and first["prompt_tokens"] - cached in range(1, 5)
     salted = tiny.ask("completions", prompt=prompt, max_tokens=1, cache_salt="mine")["usage"]
     assert salted["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+# --- chat templates
+
+def test_a_conversation_is_what_its_template_makes_of_it(real, offline):
+    tokenizer = offline.engine.tokenizer
+    for messages in (CHAT, CHAT[1:], CHAT[:2], [{"role": "user", "content": "ab\n\n 日本 <|im_end|>"}]):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        usage = real.ask("chat", messages=messages, max_tokens=0)["usage"]
+        assert usage["prompt_tokens"] == len(ids) and usage["completion_tokens"] == 0
+    prompt = real.ask("chat", messages=CHAT, max_tokens=0, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert prompt[0] is None and [int(i) for entry in prompt[1:] for i in entry] == ids[1:]
+
+def test_there_is_one_token_of_beginning_where_the_tokenizer_has_one(model, tmp_path_factory):
+    "A chat has the one of its template; a raw prompt, the one that the tokenizer puts before it."
+    tokenizer = load_tokenizer(save(tmp_path_factory.mktemp("bos"), "<|start|>{% for m in messages %}{{ m['content'] }}{% endfor %}"))
+    start = tokenizer.convert_tokens_to_ids("<|start|>")
+    from tokenizers.processors import TemplateProcessing
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", start)])
+    with serving(model, tokenizer) as client:
+        for kind, body in (("chat", dict(messages=[{"role": "user", "content": "owl"}])), ("completions", dict(prompt="owl"))):
+            found = client.ask(kind, max_tokens=0, prompt_logprobs=0, **body)
+            ids = [int(i) for entry in found["choices"][0]["prompt_logprobs"][1:] for i in entry]
+            assert ids == tokenizer("owl", add_special_tokens=False)["input_ids"] and found["usage"]["prompt_tokens"] == len(ids) + 1
+        echoed, = client.ask("completions", prompt="owl", max_tokens=2, temperature=0, echo=True, logprobs=0)["choices"]
+        assert echoed["text"].startswith("owl") and echoed["logprobs"]["text_offset"][:2] == [0, 0] and echoed["logprobs"]["text_offset"][-2] == 3
+
+def test_content_in_parts_and_nulls(tiny):
+    "Text parts are their text, and a null is as nothing; what a client got back it may send again."
+    asked = dict(max_tokens=8, seed=2)
+    expected = whole("chat", tiny.ask("chat", messages=[{"role": "user", "content": "An owl?"}], **asked))
+    parts = [{"type": "text", "text": "An "}, {"type": "text", "text": "owl?"}]
+    nulls = dict.fromkeys("stop temperature n top_p logit_bias stream stream_options user tools response_format logprobs top_logprobs "
+                          "best_of max_completion_tokens frequency_penalty functions parallel_tool_calls metadata".split())
+    for message, more in (({"role": "user", "content": parts}, {}), ({"role": "user", "content": "An owl?"}, nulls),
+                          ({"role": "user", "content": "An owl?", "name": None, "tool_calls": None, "refusal": None}, {"tool_choice": "none", "tools": []}),
+                          ({"role": "user", "content": "An owl?"}, {"response_format": {"type": "text"}, "model": "tiny", "store": False, "modalities": ["text"]})):
+        assert whole("chat", tiny.ask("chat", messages=[message], **asked, **more)) == expected
+    assert whole("chat", tiny.ask("chat", max_completion_tokens=8, seed=2)) == expected
+    assert whole("chat", tiny.ask("chat", max_completion_tokens=8, max_tokens=8, seed=2)) == expected
+    client = openai.OpenAI(base_url=str(tiny.base_url) + "/v1", api_key="x", max_retries=0)
+    said = client.chat.completions.create(model="tiny", messages=[{"role": "developer", "content": "hm"}], max_tokens=4).choices[0].message
+    again = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hm"}, said, {"role": "user", "content": "go on"}], max_tokens=1)
+    assert again.choices[0].finish_reason == "length"
+
+def test_a_template_refuses_with_its_own_words(tiny):
+    for messages, words in (([{"role": "user", "content": "forbidden"}], "this word is not for me"), ([{"role": "tool", "content": "x"}], "who is tool")):
+        for stream in (False, True):
+            assert words in error_of(tiny.post(path("chat"), json={"messages": messages, "stream": stream}), 400)
+    assert tiny.ask("chat", max_tokens=1)
+
+def test_a_model_without_a_template(model, tokenizer):
+    import copy
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with serving(model, bare) as client:
+        for stream in (False, True): assert "no chat template" in error_of(client.post(path("chat"), json=asked("chat", {"stream": stream})), 400)
+        assert client.ask("completions", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+def test_a_model_without_a_tokenizer(model):
+    with serving(model, None) as client:
+        assert "no tokenizer" in error_of(client.post(path("completions"), json={"prompt": "text"}), 400)
+        error_of(client.post(path("chat"), json=asked("chat", {})), 400)
+        found, = client.ask("completions", prompt=[5, 6], max_tokens=3, temperature=0, logprobs=1, echo=True)["choices"]
+        assert found["text"] == "" and found["logprobs"]["tokens"][:2] == ["token_id:5", "token_id:6"]
+
+
+# --- how long
+
+def test_the_length_of_an_answer_that_asks_for_none(tiny):
+    assert tiny.ask("completions", ignore_eos=True)["usage"]["completion_tokens"] == 16
+    assert tiny.ask("completions", ignore_eos=True, max_tokens=None)["usage"]["completion_tokens"] == 16
+
+@pytest.fixture(scope="module")
+def short(model, tokenizer):
+    with serving(model, tokenizer, names=["short", "other/name"], api_key="owl 🦉 key", max_model_len=50, max_waiting=3, max_num_seqs=4) as client: yield client
+
+def test_limits_of_length(short):
+    assert {m["max_model_len"] for m in short.get("/v1/models").json()["data"]} == {50}
+    for n, max_tokens, told in ((49, 1, None), (49, 2, (49, 2, 51, 50)), (50, 1, (50, 50)), (50, 0, None), (51, 0, (51, 50)), (51, 1, (51, 50)),
+                                (30, 20, None), (30, 21, (30, 21, 51, 50)), (50, None, (50, 50)), (40, None, (40, 16, 56, 50))):
+        for stream in (False, True):
+            answer = short.post(path("completions"), json={"prompt": [7] * n, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True})
+            if told is None: assert answer.status_code == 200, (n, max_tokens, answer.text)
+            else: assert list(map(int, re.findall(r"\d+", error_of(answer, 400, code="context_length_exceeded")))) == list(told)
+    usage = short.ask("chat", ignore_eos=True)["usage"]
+    assert usage["total_tokens"] == 50 and usage["completion_tokens"] > 20       # all the room that there is
+    assert "context_length_exceeded" in short.post(path("chat"), json={"messages": [{"role": "user", "content": "owl " * 60}]}).text
+    short.idle()
+
+def test_a_text_of_five_megabytes_stops_nobody(tiny):
+    "It is refused; meanwhile /health answers at once, and a stream goes on."
+    big, waits = json.dumps({"prompt": "the owl " * 650_000}).encode(), []
+    assert 5e6 < len(big) < MAX_BODY
+    with ThreadPoolExecutor(2) as pool, tiny.stream("POST", path("completions"), json=asked("completions", dict(stream=True, max_tokens=LONG, ignore_eos=True))) as stream:
+        events = events_of(stream)
+        next(events)
+        refused = pool.submit(tiny.post, path("completions"), content=big, headers={"Content-Type": "application/json"})
+        while not refused.done():
+            begun = time.monotonic()
+            assert tiny.get("/health").status_code == 200
+            waits.append(time.monotonic() - begun)
+            assert next(events)["choices"]
+        error_of(refused.result(), 400, code="context_length_exceeded")
+    assert waits and max(waits) < 5
+    tiny.idle()
+
+
+# --- what is refused
+
+def test_a_model_that_is_not_served(short, tiny):
+    assert [m["id"] for m in short.get("/v1/models").json()["data"]] == ["short", "other/name"]
+    listed = short.get("/v1/models").json()
+    assert listed["object"] == "list" and [parsed("model", m).owned_by for m in listed["data"]] == ["pagedlm"] * 2
+    for kind in BOTH:
+        for stream in (False, True):
+            for name in ("gpt-4", "", "Short", "short ", "日本\n"):
+                answer = short.post(path(kind), json=asked(kind, dict(model=name, stream=stream)))
+                error_of(answer, 404, param="model", code="model_not_found")
+                assert answer.json()["error"]["type"] == "not_found_error"
+        assert short.ask(kind, model="other/name", max_tokens=1)["model"] == "other/name"
+        assert short.ask(kind, max_tokens=1)["model"] == "short"
+        assert {c["model"] for c in short.stream_of(kind, model="other/name", max_tokens=2)} == {"other/name"}
+        with openai.OpenAI(base_url=str(tiny.base_url) + "/v1", api_key="x", max_retries=0) as client, pytest.raises(openai.NotFoundError) as e:
+            client.completions.create(model="gpt-4", prompt="x")
+        assert e.value.code == "model_not_found" and e.value.param == "model"
+
+def test_the_key(short):
+    "Without it, or with another one, nobody gets anything; /health and the page are open."
+    keyless = httpx.Client(base_url=short.base_url, trust_env=False, timeout=PATIENCE)
+    wrong = [{}, *({"Authorization": v.encode()} for v in ("", "Bearer", "Bearer no", "owl 🦉 key", "bearer owl 🦉 key", "Bearer owl 🦉 key ü",
+                                                            "Bearer owl 🦉 ke", "Basic b3ds", "\u20ac"))]
+    for headers in wrong:
+        for method, where in (("POST", path("completions")), ("POST", path("chat")), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/v1/models/"),
+                              ("HEAD", "/v1/models"), ("OPTIONS", path("chat")), ("GET", "/nowhere"), ("PUT", path("completions"))):
+            answer = keyless.request(method, where, headers=headers, json={"prompt": "x"} if method == "POST" else None)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", (method, where, headers)
+            if method != "HEAD": assert error_of(answer, 401, code="invalid_api_key")
+    assert keyless.get("/", headers={"Accept": "text/event-stream"}).status_code == 401
+    assert keyless.get("/health").json() == {"status": "ok"} and keyless.get("/").headers["content-type"].startswith("text/html")
+    assert short.get("/v1/models").status_code == 200 and short.get("/metrics").status_code == 200
+    with openai.OpenAI(base_url=str(short.base_url) + "/v1", api_key="no", max_retries=0) as client, pytest.raises(openai.AuthenticationError): client.models.list()
+    with httpx.stream("POST", f"{short.base_url}v1/completions".replace("//v1", "/v1"), content=(b" " * 1024 for _ in range(10**6)), timeout=PATIENCE) as answer:
+        assert answer.status_code == 401      # before the gigabyte that was to come
+
+def test_a_key_of_plain_letters_through_the_openai_client(model, tokenizer):
+    with serving(model, tokenizer, api_key="sk-owl") as server, openai.OpenAI(base_url=str(server.base_url) + "/v1", api_key="sk-owl", max_retries=0) as client:
+        assert [m.id for m in client.models.list()] == ["tiny"]
+        assert client.completions.create(model="tiny", prompt="owl", max_tokens=2).usage.completion_tokens == 2
+
+def test_routes_and_methods(tiny):
+    for where in ("/nowhere", "/v1", "/v1/completions/", "/v1/embeddings", "/docs", "/openapi.json", "/v1/models/tiny", "/health/"):
+        error_of(tiny.get(where), 404)
+        error_of(tiny.post(where, json={}), 404)
+        assert tiny.head(where).status_code == 404
+    for method, where, allowed in (("GET", path("completions"), "POST"), ("PUT", path("chat"), "POST"), ("DELETE", "/v1/models", "GET"), ("POST", "/health", "GET"),
+                                   ("OPTIONS", path("chat"), "POST"), ("PATCH", "/", "GET"), ("POST", "/metrics", "GET")):
+        answer = tiny.request(method, where)
+        error_of(answer, 405, code="method_not_allowed")
+        assert answer.headers["allow"] == allowed
+    for where in ("/", "/health", "/v1/models", "/metrics"): assert tiny.head(where).status_code in (200, 405) and tiny.head(where).content == b""
+
+UNSUPPORTED = {
+    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto", "functions": [{"name": "f"}], "function_call": "auto",
+    "parallel_tool_calls": True, "response_format": {"type": "json_object"}, "audio": {"voice": "alloy", "format": "wav"}, "modalities": ["text", "audio"],
+    "store": True, "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"}, "reasoning_effort": "low", "service_tier": "flex",
+    "web_search_options": {}, "suffix": "end", "guided_json": {}, "adapter": "x", "temprature": 1.0, "verbosity": "low", "best_off": 0}
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_what_is_not_supported_is_refused_by_name(tiny, kind):
+    for name, value in UNSUPPORTED.items():
+        for stream in (False, True):
+            message = error_of(tiny.post(path(kind), json=asked(kind, {name: value, "stream": stream})), 400, param=name, code="unsupported_parameter")
+            assert name in message and "leave it out" in message and repr(value)[:40] in message
+    assert "{'type': 'text'}" in tiny.post(path(kind), json=asked(kind, {"response_format": {"type": "json_schema"}})).json()["error"]["message"]
+    with openai.OpenAI(base_url=str(tiny.base_url) + "/v1", api_key="x", max_retries=0) as client, pytest.raises(openai.BadRequestError, match="tools") as e:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=UNSUPPORTED["tools"])
+    assert e.value.param == "tools"
+
+def test_messages_that_are_not_text_are_refused_by_name(tiny):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for message, name in (({"role": "user", "content": [{"type": "text", "text": "what is it?"}, image]}, "image_url"), ({"role": "user", "content": [image]}, "image_url"),
+                          ({"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}, "input_audio"),
+                          ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "tool_calls"), ({"role": "user", "content": "x", "name": "Ada"}, "name"),
+                          ({"role": "assistant", "content": None}, "content"), ({"role": "user"}, "content"), ({"content": "x"}, "role"), ({"role": 1, "content": "x"}, "role"),
+                          ("hi", "messages"), (None, "messages"), ({"role": "user", "content": 3}, "content")):
+        answer = tiny.post(path("chat"), json={"messages": [{"role": "user", "content": "first"}, message]})
+        assert name in error_of(answer, 400) and answer.json()["error"]["param"].startswith("messages")
+    for body in ({}, {"messages": []}, {"messages": None}, {"messages": "hi"}, {"messages": {}}, {"prompt": "hi"}):
+        assert "messages" in error_of(tiny.post(path("chat"), json=body), 400)
+
+WRONG = dict(max_tokens=[-1, 1.5, "3", True], n=[0, -1, "2", 1000, 10**30], temperature=[-0.1, 2.1, "hot"], top_p=[0, 1.1, -1], top_k=[-2, 1.5], min_p=[-0.1, 2],
+             frequency_penalty=[2.1], presence_penalty=[-3], repetition_penalty=[0, -1], seed=["x", 1.5], stop=[3, [""], "", ["a", 1]], stop_token_ids=[[-1], [10**9], 5],
+             min_tokens=[-1, 17], logit_bias=[{"x": 1}, {"5": "a"}, [1], {"99999": 1}, {"-1": 1}, {"00000000005": 1}], stream=["yes", 1], stream_options=[{"include_usage": True}, "x"],
+             use_beam_search=["yes"], length_penalty=[11, 0.5], early_stopping=["always", True], prompt_logprobs=[-1, 21], ignore_eos=[1], model=[3], user=[3],
+             cache_salt=[1], skip_special_tokens=["no"], include_stop_str_in_output=[0], best_of=[0, -1])
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_wrong_value_is_refused_with_its_name(tiny, kind):
+    own = {"completions": dict(logprobs=[-1, 21, True, "x"], echo=["x"], prompt=["", [], [[]], [""], ["owl", ""], [[5], []], [5, "x"], ["x", 5], 3, {}, [99999], [-1], [[5], [99999]], [True], [1.5]]),
+           "chat": dict(logprobs=[5, "x"], top_logprobs=[3, -1, 21], max_completion_tokens=[-1, "x"])}[kind]
+    before = tiny.metrics()
+    for name, values in (WRONG | own).items():
+        for value in values:
+            answer = tiny.post(path(kind), content=json.dumps(asked(kind, {name: value})), headers={"Content-Type": "application/json"})
+            message = error_of(answer, 400)
+            assert name in message, (name, value, message)
+            assert answer.json()["error"]["param"] in (name, None) or answer.json()["error"]["param"].startswith(name + "."), (name, value, answer.text)
+    assert tiny.idle()["generation_tokens_total"] == before["generation_tokens_total"]
+
+@pytest.mark.parametrize("kind, body, words", [
+    ("completions", dict(n=65, temperature=0), ["n", "64", "65"]), ("chat", dict(best_of=10**6, temperature=0), ["best_of", "64", "1000000"]),
+    ("completions", dict(n=3, best_of=2), ["best_of", "2", "n = 3"]), ("completions", dict(best_of=2, stream=True), ["best_of", "streamed"]),
+    ("chat", dict(n=1, best_of=3, use_beam_search=True, temperature=0, stream=True), ["best_of", "streamed"]),
+    ("completions", dict(prompt_logprobs=1, stream=True), ["prompt_logprobs", "streamed"]), ("chat", dict(top_logprobs=2), ["top_logprobs", "logprobs to be true"]),
+    ("chat", dict(top_logprobs=2, logprobs=False), ["top_logprobs"]), ("chat", dict(max_tokens=3, max_completion_tokens=4), ["max_tokens = 3", "max_completion_tokens = 4"]),
+    ("completions", dict(use_beam_search=True, temperature=0.5), ["temperature", "0.5", "use_beam_search"]),
+    ("completions", dict(use_beam_search=True, temperature=0, stop="x"), ["stop", "use_beam_search"]),
+    ("completions", dict(stream_options={"include_usage": True, "x": 1}, stream=True), ["stream_options.x"])])
+def test_what_does_not_go_together(tiny, kind, body, words):
+    message = error_of(tiny.post(path(kind), json=asked(kind, body)), 400)
+    assert all(w in message for w in words), message
+
+def test_bodies_that_are_not_what_they_should_be(tiny):
+    for kind in BOTH:
+        post = lambda content, type="application/json", **kw: tiny.post(path(kind), content=content, headers={"Content-Type": type} if type else {}, **kw)
+        good = json.dumps(asked(kind, {"max_tokens": 1})).encode()
+        for content in (b"", b"{", b"nonsense", good[:-1], b"\xff\xfe{}", b'{"max_tokens": NaN}', b'{"temperature": -Infinity}', good + b"x", b"'prompt'"):
+            assert "JSON" in error_of(post(content), 400) or not content
+        assert "temperature" in error_of(post(good.replace(b'"max_tokens": 1', b'"temperature": 1e999')), 400)
+        for content in (b"", b"[]", b"3", b'"x"', b"null", b"true", b"[{}]"): assert "body" in error_of(post(content), 400)
+        for type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None):
+            assert "application/json" in error_of(post(good, type), 400)
+        for type in ("application/json; charset=utf-8", "Application/JSON"): assert post(good, type).status_code == 200
+        for depth in (MAX_DEPTH + 2, 100_000):
+            for wrap in (b"[%s]", b'{"a":%s}'):
+                start, end = wrap.split(b"%s")
+                content = b'{"prompt": "x", "messages": [], "user": ' + start * depth + b"1" + end * depth + b"}"
+                assert str(MAX_DEPTH) in error_of(post(content), 400)
+
+def test_a_body_that_is_too_large(tiny):
+    "Refused by what it says its length is, and by what comes, before all of it came."
+    error_of(tiny.post(path("completions"), content=b" " * (MAX_BODY + 1), headers={"Content-Type": "application/json"}), 413, code="body_too_large")
+    sent = []
+    def parts():
+        for i in range(10_000):
+            sent.append(i)
+            yield b" " * 65536
+    with contextlib.suppress(httpx.WriteError): error_of(tiny.post(path("chat"), content=parts(), headers={"Content-Type": "application/json"}), 413)
+    assert len(sent) < 2000
+    content = json.dumps({"prompt": "owl", "max_tokens": 1}).encode()
+    assert tiny.post(path("completions"), content=content + b" " * (MAX_BODY - len(content)), headers={"Content-Type": "application/json"}).status_code == 200
+
+def test_a_body_that_does_not_come(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(server_module, "BODY_TIMEOUT", 0.2)
+    with serving(model, tokenizer) as client, connected(client) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 408 ")
+        client.idle()
+
+def connected(client):
+    "A raw connection to the server of a client."
+    sock = socket.create_connection((client.base_url.host, client.base_url.port), timeout=PATIENCE)
+    return sock
+
+
+# --- too many, and a sick engine
+
+def slow(seconds):
+    "Makes each step of an engine take longer."
+    def prepare(engine):
+        execute = engine.runner.execute
+        def later(plan):
+            time.sleep(seconds)
+            return execute(plan)
+        engine.runner.execute = later
+    return prepare
+
+def test_who_comes_when_the_line_is_full_is_told_when_to_come_back(model, tokenizer):
+    with serving(model, tokenizer, prepare=slow(0.02), max_num_seqs=1, max_waiting=2) as client, contextlib.ExitStack() as stack:
+        def begin(**more): return events_of(stack.enter_context(client.stream("POST", path("completions"), json=asked("completions", dict(stream=True, ignore_eos=True) | more))))
+        first = begin(max_tokens=LONG)
+        next(first)
+        waiting = [begin(max_tokens=3), begin(max_tokens=3)]
+        client.reaches("num_requests_waiting", 2)
+        for kind in BOTH:
+            for stream in (False, True):
+                answer = client.post(path(kind), json=asked(kind, {"stream": stream, "max_tokens": 1}))
+                assert "max_waiting is 2" in error_of(answer, 429, code="queue_full") and int(answer.headers["retry-after"]) >= 1
+        with openai.OpenAI(base_url=str(client.base_url) + "/v1", api_key="x", max_retries=0) as other, pytest.raises(openai.RateLimitError):
+            other.completions.create(model="tiny", prompt="x")
+        assert "3" in error_of(client.post(path("completions"), json={"prompt": ["a", "b", "c"]}), 400, param="prompt")     # will never fit
+        error_of(client.post(path("completions"), json={"prompt": ["a", "b"]}), 429)           # all or none
+        assert client.metrics()["num_requests_waiting"] == 2 and client.get("/health").status_code == 200
+        client.engine.engine.abort(next(iter(client.engine.engine.requests)))                   # the one that runs
+        for events in waiting: assert len(list(events)) >= 3
+        client.idle()
+
+def test_a_model_that_fails_is_an_error_and_the_next_request_is_served(model, tokenizer):
+    broken = threading.Event()
+    def prepare(engine):
+        execute = engine.runner.execute
+        def sometimes(plan):
+            if broken.is_set(): raise RuntimeError("the chip is too hot")
+            return execute(plan)
+        engine.runner.execute = sometimes
+    with serving(model, tokenizer, prepare=prepare) as client:
+        for kind in BOTH:
+            broken.clear()
+            with client.stream("POST", path(kind), json=asked(kind, dict(stream=True, max_tokens=LONG, ignore_eos=True, n=2))) as answer:
+                events = events_of(answer)
+                next(events)
+                broken.set()
+                *_, last = events
+            assert "too hot" in last["error"]["message"] and last["error"].keys() == {"message", "type", "param", "code"} and last["error"]["type"] == "server_error"
+            assert "too hot" in error_of(client.post(path(kind), json=asked(kind, {})), 500)
+            assert client.get("/health").status_code == 200
+            broken.clear()
+            assert client.ask(kind, max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert client.idle()["request_success_total", "error"] == 4
+
+def sick(client, broken):
+    "All that waits gets an error, /health says so, and nothing hangs."
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(lambda kind=kind: list(events_of(pool_stream(client, kind)))) for kind in BOTH]
+        wholes = [pool.submit(client.post, path(kind), json=asked(kind, dict(max_tokens=LONG, ignore_eos=True))) for kind in BOTH]
+        client.reaches("num_requests_running", 4)
+        broken.set()
+        for job in wholes: error_of(job.result(), 503, code="engine_unavailable")
+        for job in streams: assert job.result()[-1]["error"]["code"] == "engine_unavailable"
+    answer = until(lambda: (a := client.get("/health")).status_code == 503 and a, "a 503 of /health")
+    error_of(answer, 503)
+    assert "retry-after" in answer.headers
+    for kind in BOTH:
+        for stream in (False, True): error_of(client.post(path(kind), json=asked(kind, {"stream": stream})), 503)
+    assert client.get("/v1/models").status_code == client.get("/metrics").status_code == client.get("/").status_code == 200
+
+def pool_stream(client, kind):
+    return client.post(path(kind), json=asked(kind, dict(max_tokens=LONG, ignore_eos=True, stream=True)))
+
+@pytest.mark.parametrize("how", ["dead", "stuck"])
+def test_an_engine_that_is_dead_or_stuck(model, tokenizer, monkeypatch, how):
+    monkeypatch.setattr(engine_module, "POLL_S", 0.1)
+    broken, over = threading.Event(), threading.Event()
+    def prepare(engine):
+        step = engine.step
+        def other():
+            if broken.is_set():
+                if how == "dead": raise MemoryError("no memory")
+                over.wait()
+            return step()
+        engine.step = other
+    with serving(model, tokenizer, prepare=prepare, step_timeout=1.0 if how == "stuck" else 60.0) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        try: sick(client, broken)
+        finally: over.set()
+
+def test_an_engine_that_is_closing_takes_nothing(model, tokenizer):
+    with serving(model, tokenizer) as client:
+        client.engine.closing = True
+        for kind in BOTH: assert "closing" in error_of(client.post(path(kind), json=asked(kind, {})), 503) and client.get("/health").status_code == 503
+
+
+# --- metrics
+
+def test_metrics_say_what_was_done(model, tokenizer):
+    with serving(model, tokenizer, num_blocks=40, num_host_blocks=30, preemption="swap") as client:
+        for name, value in client.metrics().items():
+            if isinstance(name, str) and not name.endswith("_created") and "blocks" not in name: assert value == 0, name
+        asked = [dict(prompt=[1, 2, 3], max_tokens=5, ignore_eos=True), dict(prompt=[[1, 2, 3], [4] * 8], max_tokens=4, n=2, ignore_eos=True, seed=1), dict(prompt=[4] * 9, max_tokens=1)]
+        found = [client.ask("completions", **a) for a in asked]
+        client.stream_of("completions", **asked[0])
+        m = client.idle()
+        assert m["prompt_tokens_total"] == 3 + 11 + 9 + 3 == sum(f["usage"]["prompt_tokens"] for f in found) + 3
+        assert m["generation_tokens_total"] == 5 + 16 + 1 + 5 == sum(f["usage"]["completion_tokens"] for f in found) + 5
+        assert m["prefix_cache_hits_total"] == sum(f["usage"]["prompt_tokens_details"]["cached_tokens"] for f in found) == 8
+        assert m["prefix_cache_queries_total"] == m["prompt_tokens_total"] and m["engine_steps_total"] > 10
+        assert m["request_success_total", "length"] == 5
+        for name, count in (("time_to_first_token", 5), ("normalized_latency", 5), ("e2e_request_latency", 5), ("time_per_output_token", 4)):
+            assert m[f"{name}_seconds_count"] == m[f"{name}_seconds_bucket", "+Inf"] == count and 0 < m[f"{name}_seconds_sum"] < 5 * PATIENCE
+        assert m["num_block_copies_total"] > 0          # the samples that share a last block
+        with ThreadPoolExecutor(4) as pool:            # more than the pool holds
+            list(pool.map(lambda i: client.ask("completions", prompt=[i] * 30, max_tokens=60, ignore_eos=True), range(4)))
+        m = client.idle()
+        assert m["num_preemptions_total", "swap"] + m["num_preemptions_total", "recompute"] > 0
+        types = {f.name: f.type for f in text_string_to_metric_families(client.get("/metrics").text)}
+        assert types["pagedlm:num_preemptions"] == types["pagedlm:prompt_tokens"] == "counter" and types["pagedlm:num_blocks_free"] == "gauge"
+        assert types["pagedlm:time_to_first_token_seconds"] == types["pagedlm:time_per_output_token_seconds"] == types["pagedlm:normalized_latency_seconds"] == "histogram"
+
+
+# --- who goes away
+
+FORGET = dict(max_tokens=LONG, ignore_eos=True)
+
+def body_of(kind, **more): return json.dumps(asked(kind, FORGET | more)).encode()
+
+def raw(kind, body, **headers):
+    lines = [f"POST {path(kind)} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("how", ["stream", "whole", "beams", "several"])
+def test_a_connection_that_is_closed_frees_its_blocks(tiny, kind, n, how):
+    "Long before the request would have ended."
+    more = {"stream": dict(n=n, stream=True), "whole": dict(n=n), "beams": dict(n=n, best_of=4, use_beam_search=True, temperature=0),
+            "several": dict(n=n, stream=True) | (dict(prompt=["a", "b b", "c"]) if kind == "completions" else {})}[how]
+    with connected(tiny) as sock:
+        sock.sendall(raw(kind, body_of(kind, **more)))
+        running = until(lambda: tiny.metrics()["num_requests_running"], "a running request")
+        assert running == (3 if "prompt" in more else 1)
+        if "stream" in more: assert b"data: " in sock.recv(65536) + sock.recv(65536)
+    before = tiny.metrics()["generation_tokens_total"]
+    assert tiny.idle()["generation_tokens_total"] - before < LONG / 2
+
+def test_closed_while_it_waits_and_before_all_is_sent(model, tokenizer):
+    with serving(model, tokenizer, prepare=slow(0.02), max_num_seqs=1, max_waiting=60) as client:
+        with connected(client) as first:
+            first.sendall(raw("completions", body_of("completions", stream=True)))
+            client.reaches("num_requests_running", 1)
+            socks = []
+            for i in range(50):            # at once, of every kind
+                socks.append(sock := connected(client))
+                data = raw(BOTH[i % 2], body_of(BOTH[i % 2], stream=i % 3 == 0))
+                sock.sendall(data[:len(data) // 2] if i % 5 == 0 else data)
+            client.reaches("num_requests_waiting", 40)
+            for sock in socks: sock.close()
+            client.reaches("num_requests_waiting", 0)
+            assert client.metrics()["num_requests_running"] == 1
+        client.idle()
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_stream_that_the_openai_client_closes(tiny, kind):
+    with openai.OpenAI(base_url=str(tiny.base_url) + "/v1", api_key="x", max_retries=0, timeout=PATIENCE) as client:
+        do = client.completions.create if kind == "completions" else client.chat.completions.create
+        for taken in (1, 4):
+            stream = do(model="tiny", **asked(kind, {}), max_tokens=LONG, stream=True, n=2, extra_body={"ignore_eos": True})
+            for _, chunk in zip(range(taken), stream): assert chunk.choices
+            stream.close()
+            tiny.idle()
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_client_that_is_gone_just_as_its_stream_begins(model, tokenizer, after):
+    "Whatever the moment: here it is counted in calls of the server, not in time."
+    async def ask():
+        engine = AsyncEngine(model, tokenizer=tokenizer, num_blocks=1024, num_host_blocks=0, preemption="recompute", block_size=4)
+        app, body, calls = create_app(engine, ["tiny"]), body_of("completions", stream=True), 0
+        submitted = asyncio.Event()
+        submit = engine.submit
+        async def told(*args, **kw):
+            found = await submit(*args, **kw)
+            submitted.set()
+            return found
+        engine.submit = told
+        async def receive():
+            nonlocal calls
+            if not calls:
+                calls += 1
+                return {"type": "http.request", "body": body, "more_body": False}
+            await submitted.wait()
+            for _ in range(after): await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+        async def send(message): pass
+        scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "path": path("completions"), "raw_path": b"",
+                 "query_string": b"", "root_path": "", "scheme": "http", "headers": [(b"content-type", b"application/json")], "client": None, "server": None}
+        async with engine:
+            await asyncio.wait_for(app(scope, receive, send), PATIENCE)
+            end = time.monotonic() + PATIENCE
+            while engine.stats.used_blocks or engine.streams:
+                assert time.monotonic() < end
+                assert engine.stats.generation_tokens < LONG / 2, "it runs on"
+                await asyncio.sleep(0.01)
+    asyncio.run(ask())
+
+
+# --- many at once, and connections
+
+MIXED = [(BOTH[i % 2], dict(max_tokens=6 + i, ignore_eos=i % 3 > 0) | [
+    dict(temperature=0), dict(seed=i, n=2), dict(seed=i, temperature=0.7, top_p=0.8, logprobs=2 if i % 2 == 0 else True), dict(temperature=0, n=2, best_of=3, use_beam_search=True),
+    dict(seed=i, top_k=7, stop=["a", "\n"]), dict(seed=i, repetition_penalty=1.2, presence_penalty=0.3), dict(temperature=0, logit_bias={"40": 3}), dict(seed=i, n=3, min_p=0.01)][i // 2]
+    | (dict(prompt=["the owl " * i, [5, 6, 7]]) if i % 4 == 0 else {})) for i in range(16)]
+
+def test_sixteen_clients_at_once_get_what_each_gets_alone(tiny):
+    def size(kind, body): return body.get("n", 1) * (2 if "prompt" in body else 1)
+    solo = [whole(kind, tiny.ask(kind, **body), size(kind, body)) for kind, body in MIXED]
+    def go(i, stream):
+        kind, body = MIXED[i]
+        with Client(str(tiny.base_url)) as client:
+            if stream and body.get("best_of", 0) <= body.get("n", 1): return joined(kind, client.stream_of(kind, **body), size(kind, body))
+            return whole(kind, client.ask(kind, **body), size(kind, body))
+    with ThreadPoolExecutor(16) as pool:
+        for stream in (True, False):
+            assert list(pool.map(go, range(16), [stream ^ (i % 2 == 1) for i in range(16)])) == solo
+    tiny.idle()
+
+def answers_on(sock, n):
+    "The statuses and bodies of `n` answers on one connection."
+    reader, found = sock.makefile("rb"), []
+    for _ in range(n):
+        status, size, chunked = int(reader.readline().split()[1]), 0, False
+        while (line := reader.readline().strip()):
+            name, value = line.lower().split(b": ", 1)
+            if name == b"content-length": size = int(value)
+            if name == b"transfer-encoding": chunked = True
+        body = b""
+        while chunked and (part := int(reader.readline(), 16)) is not None:
+            body += reader.read(part + 2)[:part]
+            if not part: break
+        found.append((status, body or reader.read(size)))
+    return found
+
+def test_one_connection_for_many_requests(tiny):
+    "In turn, and several sent before the first is answered: answers come in order; a mistake does not close it."
+    good, streamed = (json.dumps(dict(prompt="owl", max_tokens=2, temperature=0, stream=s)).encode() for s in (False, True))
+    with connected(tiny) as sock:
+        for body in (good, streamed, b"{", good):
+            sock.sendall(raw("completions", body))
+            (status, said), = answers_on(sock, 1)
+            assert status == (400 if body == b"{" else 200) and (body != streamed or said.endswith(b"data: [DONE]\n\n"))
+        sock.sendall(raw("completions", good) + raw("completions", streamed) + raw("completions", b"[]") + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + raw("chat", b"{}"))
+        found = answers_on(sock, 5)
+        assert [status for status, _ in found] == [200, 200, 400, 200, 400]
+        assert json.loads(found[0][1])["object"] == "text_completion" and b"[DONE]" in found[1][1] and json.loads(found[3][1]) == {"status": "ok"}
+        sock.sendall(raw("completions", good, Connection="close"))
+        assert answers_on(sock, 1)[0][0] == 200 and sock.recv(1) == b""
+    with connected(tiny) as sock:
+        sock.sendall(b"this is not HTTP\r\n\r\n")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 400 ")
+    tiny.idle()
+
+
+# --- the process: signals, ports, options
+
+@pytest.fixture(scope="module")
+def two(folder):
+    "Two processes with the tiny model, started together."
+    options = "--device", "cpu", "--dtype", "float32", "--num-blocks", 2048, "--num-host-blocks", 8, "--served-model-name", "first", "--served-model-name", "second"
+    env = {"PAGEDLM_API_KEY": "sk-two"}
+    found = [started(*options, "--shutdown-timeout", t, model=folder, env=env) for t in (2, 500)]
+    try:
+        for process in found: address_of(process)
+        yield found
+    finally:
+        for process in found: process.kill()
+
+KEY = {"Authorization": "Bearer sk-two"}
+
+def last_of(client, begun, taken, kind="completions", **body):
+    "A stream in a thread: its events, into `taken`."
+    with client.stream("POST", path(kind), json=asked(kind, FORGET | {"stream": True} | body)) as answer:
+        for event in events_of(answer):
+            taken.append(event)
+            begun.set()
+
+def test_sigterm_ends_what_it_can_and_refuses_the_rest(two):
+    process = two[0]
+    with Client(process.address, headers=KEY) as client, ThreadPoolExecutor(3) as pool:
+        assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["first", "second"]
+        assert client.ask("chat", model="second", max_tokens=1)["model"] == "second"
+        assert httpx.get(process.address + "/v1/models", trust_env=False).status_code == 401
+        begun, taken = threading.Event(), []
+        long = pool.submit(last_of, client, begun, taken, n=8)
+        idle = connected(client)
+        assert begun.wait(PATIENCE)
+        waiting = pool.submit(client.post, path("chat"), json=asked("chat", FORGET | {"n": 8}))
+        client.reaches("num_requests_running", 2)
+        process.send_signal(signal.SIGTERM)
+        sent = time.monotonic()
+        host, port = client.base_url.host, client.base_url.port
+        def refused():
+            try: socket.create_connection((host, port), timeout=PATIENCE).close()
+            except ConnectionRefusedError: return True
+        until(refused, "a port that is closed")
+        long.result()
+        assert "shutting down" in taken[-1]["error"]["message"] and taken[-1]["error"]["code"] == "engine_unavailable" and "[DONE]" not in taken
+        error_of(waiting.result(), 503)
+        ended(process)
+        assert 1.9 < time.monotonic() - sent < PATIENCE / 2
+        idle.close()
+    socket.create_server((host, port)).close()
+
+def test_a_second_signal_does_not_wait(two):
+    process = two[1]
+    with Client(process.address, headers=KEY) as client, ThreadPoolExecutor(3) as pool:
+        begun, taken, short, end = threading.Event(), [], threading.Event(), []
+        jobs = [pool.submit(last_of, client, begun, taken, n=8), pool.submit(last_of, client, short, end, max_tokens=60)]
+        assert begun.wait(PATIENCE) and short.wait(PATIENCE)
+        process.send_signal(signal.SIGINT)
+        jobs[1].result()
+        assert end[-1] == "[DONE]" and end[-2]["choices"][0]["finish_reason"] == "length"       # it had the time
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        jobs[0].result()
+        assert "error" in taken[-1]
+        ended(process)
+
+def test_a_busy_port_is_said_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(engine_module, "AsyncEngine", lambda *a, **kw: pytest.fail("it loads"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+        assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--host", "256.1.1.1"]) == 2 and "256.1.1.1" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--api-key", " "]) == 2 and "API key" in capsys.readouterr().err
+
+@pytest.mark.parametrize("options, words", [
+    (["--port", "70000"], "70000"), (["--port", "-1"], "port"), (["--port", "x"], "x"), (["--max-waiting", "0"], "--max-waiting"), (["--max-model-len", "many"], "many"),
+    (["--shutdown-timeout", "0"], "--shutdown-timeout"), (["--step-timeout", "nan"], "--step-timeout"), (["--preemption", "drop"], "drop"), (["--log-level", "loud"], "loud"),
+    (["--block-size", "-4"], "-4"), (["--what"], "--what"), (["a", "b"], "b")])
+def test_options_that_make_no_sense(options, words, capsys):
+    with pytest.raises(SystemExit) as e: main(["serve", *options])
+    assert e.value.code == 2 and words in capsys.readouterr().err
+
+@pytest.mark.parametrize("options, words", [(["--max-model-len", "5000"], "max_model_len = 5000"), (["--policy", "luck"], "luck"), (["--num-blocks", "100000000"], "num_blocks"), (["--device", "abacus"], "abacus")])
+def test_what_the_engine_refuses_is_one_line_and_2(folder, options, words, capsys):
+    assert main(["serve", str(folder), "--port", "0", *options]) == 2
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err
