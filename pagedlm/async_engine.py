@@ -21,9 +21,9 @@ from .sampling import SamplingParams
 from .scheduler import Plan, Status
 
 # %% auto #0
-__all__ = ['POLL_S', 'log', 'EngineDead', 'EngineClosing', 'OutputStream', 'Mailbox', 'on_loop', 'Calls', 'tables_of', 'queues',
-           'common', 'snapshot', 'step_event', 'Watcher', 'Delivering', 'hand_out', 'Threaded', 'Submitting', 'until',
-           'Ending', 'AsyncEngine']
+__all__ = ['POLL_S', 'log', 'EngineDead', 'EngineClosing', 'Newest', 'OutputStream', 'Mailbox', 'on_loop', 'Calls', 'tables_of',
+           'queues', 'common', 'snapshot', 'step_event', 'Watcher', 'Delivering', 'hand_out', 'Threaded', 'Adding',
+           'Submitting', 'until', 'Ending', 'AsyncEngine']
 
 # %% ../nbs/09a_async_engine.ipynb #errors
 class EngineDead(RuntimeError):
@@ -31,6 +31,25 @@ class EngineDead(RuntimeError):
 
 class EngineClosing(RuntimeError):
     "The engine takes no new requests: it is about to end."
+
+# %% ../nbs/09a_async_engine.ipynb #newest
+class Newest:
+    """Where the engine puts a request's outputs, and that is the newest one only: it has all that those before it had.
+
+    `arrived`, `first_token` and `ended` are times of `time.monotonic()`, None until they are known."""
+    def __init__(self, engine: Threaded, request_id: str):
+        self.engine, self.request_id, self.loop = engine, request_id, asyncio.get_running_loop()
+        self.newest: RequestOutput | None = None
+        self.read: RequestOutput | None = None
+        self.news, self.finished = asyncio.Event(), False      # finished: the last output was read
+        self.arrived, self.first_token, self.ended = time.monotonic(), None, None
+
+    def put(self, output: RequestOutput, now: float):
+        "A new output, made at `now`; called on the loop."
+        if self.first_token is None and any(c.token_ids for c in output.outputs): self.first_token = now
+        if output.finished: self.ended = now
+        self.newest = output
+        self.news.set()
 
 # %% ../nbs/09a_async_engine.ipynb #output-stream
 class OutputStream:
@@ -44,6 +63,7 @@ class OutputStream:
         self.newest: RequestOutput | None = None
         self.read: RequestOutput | None = None
         self.news, self.finished = asyncio.Event(), False      # finished: the last output was read
+        self.timer: asyncio.TimerHandle | None = None
         self.arrived, self.first_token, self.ended = time.monotonic(), None, None
 
     def put(self, output: RequestOutput, now: float):
@@ -63,14 +83,17 @@ class OutputStream:
         return self.read
 
     async def pause(self):
-        "Until there is news, or a second has passed: EngineDead if there can be none. No task is made: it is once per token."
+        "Until there is news or a second has passed; EngineDead if there can be none. This is once per token: no task, no new timer."
         self.news.clear()
-        timer = self.loop.call_later(POLL_S, self.news.set)
-        try: await self.news.wait()
-        finally: timer.cancel()
+        self.timer = self.timer or self.loop.call_later(POLL_S, self.tick)
+        await self.news.wait()
         if self.newest is self.read and self.engine.problem():
             await asyncio.sleep(0)                             # it may have died with the last news on their way
             if self.newest is self.read: self.engine.check_alive()
+
+    def tick(self):
+        self.timer = None
+        self.news.set()
 
     def abort(self):
         "Nobody will read on: the engine drops the request. Nothing happens if it has ended."
@@ -264,22 +287,10 @@ class Threaded(Delivering):
         self.busy_since = time.monotonic()
         do(self.engine)
 
-# %% ../nbs/09a_async_engine.ipynb #submitting
-class Submitting(Threaded):
+# %% ../nbs/09a_async_engine.ipynb #adding
+class Adding(Threaded):
     "How requests enter."
-    async def submit(self, prompts: list[str | list[int]], params: SamplingParams | None = None, *,
-                     request_ids: list[str] | None = None, cache_salt: str | None = None) -> list[OutputStream]:
-        """A stream for each prompt. All are accepted or, with an exception, none: ValueError if one is invalid or can
-        never fit, QueueFull if too many wait, EngineClosing or EngineDead. Texts become tokens in another thread."""
-        self.check_open()
-        if isinstance(prompts, str): raise ValueError("submit takes a list of prompts, not one text")
-        streams = [OutputStream(self, i) for i in request_ids or [self.new_id() for _ in prompts]]
-        ids = await asyncio.to_thread(lambda: [self.tokens(p) for p in prompts])
-        try: await self.call(lambda engine: self.add(streams, prompts, ids, params, cache_salt))
-        except BaseException:                 # cancelled, or no answer came: they may get in yet
-            for stream in streams: stream.abort()
-            raise
-        return streams
+    numbers = itertools.count()
 
     def new_id(self) -> str:
         "An id that no live request has, not even one of a caller's choice."
@@ -309,12 +320,30 @@ class Submitting(Threaded):
             raise
         self.streams |= {stream.request_id: stream for stream in streams}
 
-# %% ../nbs/09a_async_engine.ipynb #ending
+# %% ../nbs/09a_async_engine.ipynb #submitting
+class Submitting(Adding):
+    "How coroutines send them."
+    async def submit(self, prompts: list[str | list[int]], params: SamplingParams | None = None, *,
+                     request_ids: list[str] | None = None, cache_salt: str | None = None) -> list[OutputStream]:
+        """A stream for each prompt. All are accepted or, with an exception, none: ValueError if one is invalid or can
+        never fit, QueueFull if too many wait, EngineClosing or EngineDead. Texts become tokens in another thread."""
+        self.check_open()
+        if isinstance(prompts, str): raise ValueError("submit takes a list of prompts, not one text")
+        streams = [OutputStream(self, i) for i in request_ids or [self.new_id() for _ in prompts]]
+        ids = await asyncio.to_thread(lambda: [self.tokens(p) for p in prompts])
+        try: await self.call(lambda engine: self.add(streams, prompts, ids, params, cache_salt))
+        except BaseException:                 # cancelled, or no answer came: they may get in yet
+            for stream in streams: stream.abort()
+            raise
+        return streams
+
+# %% ../nbs/09a_async_engine.ipynb #until
 async def until(done: Callable[[], Any], timeout: float):
     "Wait until `done()`, at most `timeout` seconds."
     end = time.monotonic() + timeout
     while not done() and time.monotonic() < end: await asyncio.sleep(0.02)
 
+# %% ../nbs/09a_async_engine.ipynb #ending
 class Ending(Submitting):
     "How the engine ends."
     async def drain(self, timeout: float = 30.0, grace: float = 10.0):
@@ -359,7 +388,7 @@ class AsyncEngine(Ending):
     def __init__(self, model: str | Path | Model = "smollm2", *, step_timeout: float = 120.0, **kwargs):
         if not step_timeout > 0: raise ValueError(f"step_timeout must be a number of seconds above 0, not {step_timeout!r}")
         super().__init__(Engine(model, **kwargs))
-        self.step_timeout, self.numbers = step_timeout, itertools.count()
+        self.step_timeout = step_timeout
 
     async def generate(self, prompt: str | list[int], params: SamplingParams | None = None, *,
                        request_id: str | None = None, cache_salt: str | None = None) -> AsyncIterator[RequestOutput]:
