@@ -16,3 +16,19 @@ def pytest_collection_modifyitems(items):
     if torch.cuda.is_available(): return
     for item in items:
         if "cuda" in item.keywords: item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+# ---- the real model, in float32: loaded once for all files; nobody changes it -----------------
+
+@pytest.fixture(scope="session")
+def smollm2():
+    from pagedlm.models import load_model
+    return load_model("smollm2", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_of_transformers():
+    from transformers import AutoModelForCausalLM
+
+    from pagedlm.models import resolve_model
+    return AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=torch.float32).eval()
