@@ -24,7 +24,7 @@ from uuid import uuid4
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -38,15 +38,16 @@ from .scheduler import QueueFull
 from .text import Detokenizer
 
 # %% auto #0
-__all__ = ['KINDS', 'NEUTRAL', 'Ids', 'OWN', 'FIELDS', 'Item', 'Several', 'MAX_BODY', 'MAX_DEPTH', 'MAX_MARKS', 'BODY_TIMEOUT',
-           'LOWEST', 'PLAIN', 'OTHER', 'BYTES', 'log', 'SECONDS', 'POLICY', 'listen', 'address', 'ApiError', 'as_error',
-           'field_name', 'invalid', 'unsupported', 'Body', 'StreamOptions', 'few', 'SamplingFields', 'RequestFields',
-           'sampling_params', 'CompletionRequest', 'TextPart', 'Message', 'ChatRequest', 'BoundedRequest', 'no_number',
-           'too_deep', 'check_depth', 'BoundedRoute', 'Gate', 'Job', 'usage', 'Piece', 'Cursor', 'token_text',
-           'token_bytes', 'number', 'completion_logprobs', 'chat_logprobs', 'Places', 'CompletionJob', 'prompt_entries',
-           'ChatJob', 'check', 'last', 'merged', 'answer', 'chunks', 'event', 'events', 'event_stream', 'ClientGone',
-           'unless_gone', 'Metrics', 'gauges', 'counters', 'read_page', 'pool_events', 'Handlers', 'Responding',
-           'create_app', 'run_server']
+__all__ = ['KINDS', 'STREAMED', 'NEUTRAL', 'Ids', 'OWN', 'FIELDS', 'Item', 'Several', 'MAX_BODY', 'MAX_DEPTH', 'MAX_MARKS',
+           'BODY_TIMEOUT', 'LOWEST', 'PLAIN', 'OTHER', 'BYTES', 'log', 'SECONDS', 'POLICY', 'listen', 'address',
+           'ApiError', 'as_error', 'field_name', 'invalid', 'unsupported', 'Problem', 'Failure', 'Body',
+           'StreamOptions', 'few', 'SamplingFields', 'RequestFields', 'sampling_params', 'CompletionRequest',
+           'TextPart', 'Message', 'ChatRequest', 'BoundedRequest', 'no_number', 'too_deep', 'check_depth',
+           'BoundedRoute', 'Gate', 'Job', 'usage', 'Piece', 'Cursor', 'token_text', 'token_bytes', 'number',
+           'completion_logprobs', 'chat_logprobs', 'Places', 'CompletionJob', 'prompt_entries', 'ChatJob', 'check',
+           'last', 'merged', 'answer', 'chunks', 'event', 'events', 'EventStream', 'ClientGone', 'unless_gone',
+           'Metrics', 'gauges', 'counters', 'read_page', 'pool_events', 'Handlers', 'Responding', 'create_app',
+           'run_server']
 
 # %% ../nbs/11_server.ipynb #listen
 def listen(host: str, port: int) -> socket.socket:
@@ -115,6 +116,19 @@ def unsupported(e: dict) -> ApiError:
     path, fine = field_name(e["loc"]), "".join(f", or give {value!r}" for value in NEUTRAL.get(e["loc"][-1], ()))
     return ApiError(400, f"{path} = {e.get('input')!r:.100} is not supported by this server: leave it out{fine}", param=path,
                     code="unsupported_parameter")
+
+# %% ../nbs/11_server.ipynb #error-models
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+class Failure(BaseModel):
+    "What every error is, for the OpenAPI document."
+    error: Problem
+
+STREAMED = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 # %% ../nbs/11_server.ipynb #fields
 class Body(BaseModel):
@@ -580,8 +594,15 @@ async def events(job: Job, metrics: Metrics) -> AsyncIterator[str]:
         yield event(as_error(e).body())
     finally: job.abort()
 
-def event_stream(source: AsyncIterator[str]) -> StreamingResponse:
-    return StreamingResponse(source, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+class EventStream(StreamingResponse):
+    "Server-sent events. `end` is called when all is over, even if the client went away before the first event."
+    def __init__(self, source: AsyncIterator[str], end: Callable[[], Any] = lambda: None):
+        super().__init__(source, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.end = end
+
+    async def __call__(self, scope, receive, send):
+        try: await super().__call__(scope, receive, send)
+        finally: self.end()
 
 log = logging.getLogger("pagedlm.server")
 
@@ -717,7 +738,7 @@ class Responding(Handlers):
         async def begin(): return await self.start(job, await prompts)
         try:
             await unless_gone(request, begin())
-            if job.asked.stream: return event_stream(events(job, self.metrics))
+            if job.asked.stream: return EventStream(events(job, self.metrics), job.abort)
             try: return JSONResponse(await unless_gone(request, answer(job, self.metrics)))
             finally: job.abort()
         except ClientGone: return Response(status_code=499)
@@ -736,13 +757,14 @@ class Responding(Handlers):
 # %% ../nbs/11_server.ipynb #create-app
 def create_app(engine: AsyncEngine, names: list[str], api_key: str | None = None) -> FastAPI:
     "The server as an ASGI application: its routes, and what stands around them."
-    h, app = Responding(engine, names), FastAPI(title="pagedlm", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    h, app = Responding(engine, names), FastAPI(title="pagedlm", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False,
+                                                responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}})
     app.router.route_class, page = BoundedRoute, read_page()
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, asked: CompletionRequest): return await h.completions(request, asked)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, asked: ChatRequest): return await h.chat(request, asked)
 
     @app.get("/v1/models")
@@ -754,12 +776,12 @@ def create_app(engine: AsyncEngine, names: list[str], api_key: str | None = None
         engine.check_alive()
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(): return Response(generate_latest(h.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/")
+    @app.get("/", response_class=HTMLResponse, responses=STREAMED)
     async def root(request: Request):
-        if "text/event-stream" in request.headers.get("accept", ""): return event_stream(pool_events(engine))
+        if "text/event-stream" in request.headers.get("accept", ""): return EventStream(pool_events(engine))
         return HTMLResponse(page, headers={"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"})
 
     async def failed(request: Request, e: Exception): return as_error(e).response()
