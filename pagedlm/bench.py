@@ -4,11 +4,16 @@
 
 # %% ../nbs/12_benchmarks.ipynb #imports
 from __future__ import annotations
+import asyncio
 import gc
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections import defaultdict
@@ -43,14 +48,15 @@ __all__ = ['ENGINES', 'LENGTHS', 'PAPER_15', 'WAYS', 'DOOR', 'ARRIVAL', 'BALLAST
            'check_arguments', 'check_lengths', 'throughput', 'cut_prompts', 'served_in_turn', 'saving', 'first_tokens',
            'prefix', 'sharing_records', 'Load', 'Step', 'some_tokens', 'timed_step', 'boundary', 'arrival',
            'at_the_door', 'squeeze', 'gives_way', 'Busy', 'take_turns', 'quantiles', 'scheduler_record', 'machine',
-           'scheduler_records', 'in_rounds', 'Case', 'decode', 'attention_bytes', 'attention_flops', 'Rig', 'by_events',
-           'by_wall', 'take_times', 'spread', 'measure_copy', 'roof', 'Paged', 'paginate', 'make_paged',
-           'exact_attention', 'outcome', 'reason', 'sdpa', 'sdpa_calls', 'varlen_call', 'flash_attn_call', 'vllm_call',
-           'most', 'flashinfer_call', 'peer_calls', 'repage', 'our_call', 'other_calls', 'against', 'attention',
-           'attention_cases', 'figure_18a', 'launches', 'moved', 'largest', 'block_write', 'make_pool', 'loop_copy',
-           'block_copy', 'pack', 'loop_transfer', 'swap_ways', 'swap', 'in_turn', 'paper_19a', 'RandomWeights',
-           'model_shape', 'shape_that_fits', 'recompute', 'jobs', 'describe', 'figure_19a', 'kernel_records', 'attempt',
-           'versions', 'kernel_line']
+           'scheduler_records', 'in_rounds', 'Reply', 'dechunked', 'server_process', 'wait_for_port', 'thread_seconds',
+           'letters', 'offline_round', 'http_request', 'http_round', 'client_view', 'server_record', 'server_numbers',
+           'Case', 'decode', 'attention_bytes', 'attention_flops', 'Rig', 'by_events', 'by_wall', 'take_times',
+           'spread', 'measure_copy', 'roof', 'Paged', 'paginate', 'make_paged', 'exact_attention', 'outcome', 'reason',
+           'sdpa', 'sdpa_calls', 'varlen_call', 'flash_attn_call', 'vllm_call', 'most', 'flashinfer_call', 'peer_calls',
+           'repage', 'our_call', 'other_calls', 'against', 'attention', 'attention_cases', 'figure_18a', 'launches',
+           'moved', 'largest', 'block_write', 'make_pool', 'loop_copy', 'block_copy', 'pack', 'loop_transfer',
+           'swap_ways', 'swap', 'in_turn', 'paper_19a', 'RandomWeights', 'model_shape', 'shape_that_fits', 'recompute',
+           'jobs', 'describe', 'figure_19a', 'kernel_records', 'attempt', 'versions', 'kernel_line']
 
 # %% ../nbs/12_benchmarks.ipynb #workload
 def read_workload(path: str | Path) -> dict:
@@ -505,6 +511,162 @@ def in_rounds(num_seqs: int, contexts: list[int], turns: int, rounds: int, progr
         made = scheduler_record(pairs, found[case, contexts[0], key[1]])
         yield dict(bench="scheduler", case=case, context=key[0], prefix_caching=key[1],
                    **made, **about)
+
+# %% ../nbs/12_benchmarks.ipynb #server-client
+class Reply(asyncio.Protocol):
+    "One streamed answer, as light as a client can be: bytes and two times; what they say is read later."
+    def __init__(self, request: bytes):
+        self.request, self.parts = request, []
+        self.first = self.last = 0.0                 # time.perf_counter() of the first token, and of the end
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport): transport.write(self.request)
+
+    def data_received(self, data: bytes):
+        if not self.first and b"data: " in data: self.first = time.perf_counter()
+        self.parts.append(data)
+
+    def connection_lost(self, error):
+        self.last = time.perf_counter()
+        if not self.done.done(): self.done.set_result(error)
+
+    def events(self) -> list[dict]:
+        "The events of the answer. RuntimeError if it failed or is not whole."
+        head, _, body = b"".join(self.parts).partition(b"\r\n\r\n")
+        ok = head.startswith(b"HTTP/1.1 200")
+        lines = dechunked(body).decode().split("\n\n") if ok else []
+        if lines[-2:] != ["data: [DONE]", ""]:
+            raise RuntimeError(f"the server answered {head[:80]!r} {body[-300:]!r}")
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+def dechunked(body: bytes) -> bytes:
+    "What a body sent with `Transfer-Encoding: chunked` holds."
+    parts = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        n = int(size, 16)
+        parts.append(rest[:n])
+        body = rest[n + 2:]
+    return b"".join(parts)
+
+# %% ../nbs/12_benchmarks.ipynb #server-process
+@contextmanager
+def server_process(*options: str, threads: int) -> Iterator[tuple[int, int]]:
+    "(pid, port) of a `pagedlm serve` of its own, with as many threads as asked for."
+    command = [sys.executable, "-m", "pagedlm", "serve", *options, "--port", "0"]
+    with tempfile.TemporaryFile() as said:
+        p = subprocess.Popen(command, stdout=said, stderr=said, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+        try: yield p.pid, wait_for_port(p, said)
+        finally:
+            p.terminate()
+            try: p.wait(30)
+            except subprocess.TimeoutExpired:
+                p.kill()
+                p.wait()
+
+def wait_for_port(p: subprocess.Popen, said) -> int:
+    "The port that the server prints when it serves. RuntimeError with its last words if it does not."
+    while True:
+        ended = p.poll() is not None
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+        if found := re.search(r" at http://[^ ]*:(\d+): ", text): return int(found[1])
+        if ended: raise RuntimeError(f"the server ended: {text.strip().rpartition(chr(10))[2]}")
+        time.sleep(.05)
+
+def thread_seconds(pid: int) -> dict[int, float]:
+    "CPU seconds of each thread of a process so far, by thread id; empty where there is no /proc."
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try: found[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except (OSError, ValueError): pass                   # it has just ended
+    return found
+
+# %% ../nbs/12_benchmarks.ipynb #server-ways
+def letters(n: int) -> list[str]:
+    "Prompts."
+    return [f"A letter to my friend Ann, who will be {20 + i} years old tomorrow:\n\n" for i in range(n)]
+
+def offline_round(llm, prompts: list[str], max_tokens: int) -> dict:
+    "All prompts through `LLM.generate`: seconds, CPU seconds, texts."
+    from pagedlm.engine import SamplingParams
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    cpu = time.process_time()
+    wall, outs = timed(lambda: llm.generate(prompts, params))
+    cpu = time.process_time() - cpu
+    if failed := [o.error for o in outs if o.error]: raise RuntimeError(failed[0])
+    check_lengths({o.request_id: o.outputs[0].token_ids for o in outs},
+                  [{"id": o.request_id, "max_tokens": max_tokens} for o in outs])
+    return {"s": wall, "cpu": cpu, "texts": [o.outputs[0].text for o in outs]}
+
+# %% ../nbs/12_benchmarks.ipynb #server-http-round
+def http_request(prompt: str, max_tokens: int) -> bytes:
+    "A request for one streamed completion, as it goes over the line."
+    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+                       "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return f"{head}\r\nConnection: close\r\n\r\n".encode() + body
+
+def http_round(pid: int, port: int, prompts: list[str], max_tokens: int) -> dict:
+    "The same prompts as streams, all at once: seconds, CPU seconds of the server and of this client, texts, latencies."
+    async def serve(requests):
+        loop = asyncio.get_running_loop()
+        made = await asyncio.gather(*(loop.create_connection(partial(Reply, r), "127.0.0.1", port) for r in requests))
+        for _, reply in made: await reply.done
+        return [reply for _, reply in made]
+    requests, before = [http_request(p, max_tokens) for p in prompts], thread_seconds(pid)
+    start, cpu = time.perf_counter(), time.thread_time()
+    replies = asyncio.run(serve(requests))
+    wall, cpu = max(r.last for r in replies) - start, time.thread_time() - cpu
+    used = {i: s - before.get(i, 0) for i, s in thread_seconds(pid).items()}
+    return {"s": wall, "cpu": sum(used.values()), "loop": used.get(pid, 0), "client": cpu, **client_view(replies, start, max_tokens)}
+
+def client_view(replies: list[Reply], start: float, max_tokens: int) -> dict:
+    "What the clients got, and when; seconds. RuntimeError for a stream of another length."
+    events = [r.events() for r in replies]
+    for e in events:
+        if (n := e[-1]["usage"]["completion_tokens"]) != max_tokens: raise RuntimeError(f"a stream got {n} tokens, not {max_tokens}")
+    return {"texts": ["".join(e["choices"][0]["text"] for e in es[:-1]) for es in events], "events": sum(map(len, events)),
+            "ttft": [r.first - start for r in replies], "tpot": [(r.last - r.first) / (max_tokens - 1) for r in replies]}
+
+# %% ../nbs/12_benchmarks.ipynb #server-record
+def server_record(model="smollm2", dtype: str = "auto", threads: int | None = None, streams: int = 32, max_tokens: int = 48,
+                  rounds: int = 5, progress: bool = False) -> dict:
+    """Tokens/s of `streams` HTTP streams at once and of the same prompts offline, in turn; CPU microseconds for a token, and
+    latencies in ms as clients see them. `percent` is HTTP's rate of the offline one, round by round."""
+    from tqdm import tqdm
+    from pagedlm.engine import LLM
+    if max_tokens < 2: raise ValueError(f"max_tokens must be 2 or more, for a time between tokens, not {max_tokens}")
+    check_arguments("pagedlm", threads, 32)
+    if threads: torch.set_num_threads(threads)
+    prompts, threads = letters(streams), torch.get_num_threads()
+    blocks, before, found = streams * blocks_for(max_tokens + 160, 16), machine()["load_average"], []
+    options = [str(model), "--dtype", dtype, "--device", "cpu", "--num-blocks", str(blocks), "--max-num-seqs", str(streams),
+               "--max-waiting", str(streams), "--no-prefix-caching"]
+    with server_process(*options, threads=threads) as (pid, port), \
+            LLM(model, dtype=dtype, device="cpu", num_blocks=blocks, max_num_seqs=streams, enable_prefix_caching=False) as llm:
+        ways = {"offline": partial(offline_round, llm), "http": partial(http_round, pid, port)}
+        for way in ways.values(): way(prompts, 4)
+        for i in tqdm(range(rounds), disable=not progress, unit="round"):
+            found.append({name: ways[name](prompts, max_tokens) for name in list(ways)[::-1 if i % 2 else 1]})
+    about = {"model": str(model), "dtype": dtype, "threads": threads, "streams": streams, "max_tokens": max_tokens, "rounds": rounds,
+             "versions": {name: metadata.version(name) for name in ("torch", "fastapi", "starlette", "uvicorn")},
+             "pagedlm": __version__, "machine": machine() | {"load_average_before": before}}
+    return {"bench": "server", **server_numbers(found, streams * max_tokens), **about}
+
+def server_numbers(found: list[dict], n: int) -> dict:
+    "Of rounds with `n` tokens each way: medians, with the least and the most if there are fewer than ten."
+    offline, http = [r["offline"] for r in found], [r["http"] for r in found]
+    def us(rounds, key): return quantiles([r[key] / n * 1e6 for r in rounds])
+    def ms(key): return quantiles([1e3 * t for r in http for t in r[key]])
+    return {"offline_tok_s": quantiles([n / r["s"] for r in offline]), "http_tok_s": quantiles([n / r["s"] for r in http]),
+            "percent": quantiles([100 * a["s"] / b["s"] for a, b in zip(offline, http)]),
+            "offline_cpu_us": us(offline, "cpu"), "server_cpu_us": us(http, "cpu"), "loop_cpu_us": us(http, "loop"),
+            "client_cpu_us": us(http, "client"),
+            "client_percent_of_cores": quantiles([100 * r["client"] / r["s"] / (os.cpu_count() or 1) for r in http]),
+            "ttft_ms": ms("ttft"), "tpot_ms": ms("tpot"), "events_per_token": round(sum(r["events"] for r in http) / n / len(http), 3),
+            "same_texts": sum(x == y for a, b in zip(offline, http) for x, y in zip(a["texts"], b["texts"])),
+            "texts": sum(len(a["texts"]) for a in offline)}
 
 # %% ../nbs/12_benchmarks.ipynb #case
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from .text import Detokenizer
 __all__ = ['WAYS_OUT', 'HELP', 'ENGINE', 'DTYPES', 'pool_line', 'as_json', 'ctrl_c', 'stream', 'write', 'say', 'load_engine',
            'generate', 'finish', 'Turn', 'splice', 'Conversation', 'hit_line', 'Chat', 'command', 'read_line',
            'typed_lines', 'converse', 'chat', 'serve', 'bench_throughput', 'bench_kernels', 'bench_sharing',
-           'bench_scheduler', 'positive', 'model_options', 'engine_options', 'sampling_options', 'add_generate',
-           'add_chat', 'port', 'seconds', 'add_serve', 'http_options', 'serving_options', 'add_bench', 'add_throughput',
-           'add_kernels', 'add_sharing', 'add_scheduler', 'parser', 'main']
+           'bench_scheduler', 'bench_server', 'positive', 'model_options', 'engine_options', 'sampling_options',
+           'add_generate', 'add_chat', 'port', 'seconds', 'add_serve', 'http_options', 'serving_options', 'add_bench',
+           'add_throughput', 'add_kernels', 'add_sharing', 'add_scheduler', 'add_server', 'parser', 'main']
 
 # %% ../nbs/13_cli.ipynb #summary
 def pool_line(stats, seconds: float) -> str:
@@ -331,6 +331,16 @@ def bench_scheduler(args: argparse.Namespace) -> int:
             print(json.dumps(record), file=out, flush=True)
     return 0
 
+# %% ../nbs/13_cli.ipynb #bench-server
+def bench_server(args: argparse.Namespace) -> int:
+    "Print one record, and append it to a file."
+    from pagedlm.bench import server_record
+    with open(args.out or os.devnull, "a") as out:
+        record = server_record(args.model, args.dtype, args.threads, args.streams, args.max_tokens, args.rounds, progress=True)
+        print(json.dumps(record), flush=True)
+        print(json.dumps(record), file=out, flush=True)
+    return 0
+
 # %% ../nbs/13_cli.ipynb #positive
 def positive(text: str) -> int:
     "A whole number from 1, for argparse."
@@ -470,6 +480,7 @@ def add_bench(sub):
     add_kernels(kinds)
     add_sharing(kinds)
     add_scheduler(kinds)
+    add_server(kinds)
 
 def add_throughput(kinds):
     p = kinds.add_parser("throughput", help="tokens/s on a workload file",
@@ -549,6 +560,20 @@ def add_scheduler(kinds):
                    help="with new sequences each (default: 5)")
     p.add_argument("--out", metavar="FILE", help="append the records there, as JSON lines")
     p.set_defaults(run=bench_scheduler)
+
+# %% ../nbs/13_cli.ipynb #add-server
+def add_server(kinds):
+    p = kinds.add_parser("server", help="what HTTP costs: streams beside the same engine offline",
+                         description="Serve the same prompts in turn: by `LLM.generate`, and as streams from a `pagedlm serve` "
+                         "in a process of its own. Prints tokens/s of both and their ratio, the CPU time that each part took for "
+                         "a token, time to first token and time per output token as clients see them. Some three minutes on two cores.")
+    model_options(p)
+    p.add_argument("--streams", type=positive, default=32, metavar="N", help="at once (default: 32)")
+    p.add_argument("--max-tokens", type=positive, default=48, metavar="N", help="of each stream, 2 or more (default: 48)")
+    p.add_argument("--rounds", type=positive, default=5, metavar="N", help="of both ways, in turn (default: 5)")
+    p.add_argument("--threads", type=positive, metavar="N", help="of PyTorch, in both (default: its own choice)")
+    p.add_argument("--out", metavar="FILE", help="append the record there, as a JSON line")
+    p.set_defaults(run=bench_server)
 
 # %% ../nbs/13_cli.ipynb #main
 def parser() -> argparse.ArgumentParser:
