@@ -52,26 +52,11 @@ class Newest:
         self.news.set()
 
 # %% ../nbs/09a_async_engine.ipynb #output-stream
-class OutputStream:
+class OutputStream(Newest):
     """The outputs of one request, as an async iterator that belongs to one event loop. Each is cumulative, so a
     reader who is late gets the newest one and misses nothing; the last one has `finished` set. Who does not read to
-    the end calls `abort`; until then the request runs on.
-
-    `arrived`, `first_token` and `ended` are times of `time.monotonic()`, None until they are known."""
-    def __init__(self, engine: Threaded, request_id: str):
-        self.engine, self.request_id, self.loop = engine, request_id, asyncio.get_running_loop()
-        self.newest: RequestOutput | None = None
-        self.read: RequestOutput | None = None
-        self.news, self.finished = asyncio.Event(), False      # finished: the last output was read
-        self.timer: asyncio.TimerHandle | None = None
-        self.arrived, self.first_token, self.ended = time.monotonic(), None, None
-
-    def put(self, output: RequestOutput, now: float):
-        "A new output, made at `now`; called on the loop."
-        if self.first_token is None and any(c.token_ids for c in output.outputs): self.first_token = now
-        if output.finished: self.ended = now
-        self.newest = output
-        self.news.set()
+    the end calls `abort`; until then the request runs on."""
+    timer: asyncio.TimerHandle | None = None         # of the newest pause; it goes on while news come
 
     def __aiter__(self): return self
 
