@@ -80,13 +80,13 @@ browsing = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 class Server:
     "`pagedlm serve` in a process of its own, on a port that is free the first time and the same one after that."
-    def __init__(self, folder, **environment):
-        self.folder, self.environment, self.port, self.process = folder, environment, 0, None
+    def __init__(self, folder): self.folder, self.port, self.key, self.process = folder, 0, "", None
 
-    def start(self):
+    def start(self, key=""):
+        self.key = key
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pagedlm", "serve", self.folder, "--device", "cpu", "--port", str(self.port), "--num-blocks", "64",
-             "--preemption", "swap"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environment)
+             "--preemption", "swap"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | ({"PAGEDLM_API_KEY": key} if key else {}))
         said = ""
         while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)", said)):
             line = self.process.stderr.readline()
@@ -94,7 +94,6 @@ class Server:
             said += line
         self.port = int(found[1])
         threading.Thread(target=self.process.stderr.read, daemon=True).start()     # what it says further may not fill the pipe
-        return self
 
     def kill(self):
         self.process.kill()
@@ -105,10 +104,18 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    server = Server(folder).start()
+def one_server(folder):
+    server = Server(folder)
     yield server
-    server.kill()
+    if server.process: server.kill()
+
+@pytest.fixture
+def server(one_server):
+    "The one server of this module, running and without a key."
+    if one_server.process is None or one_server.process.poll() is not None or one_server.key:
+        if one_server.process: one_server.kill()
+        one_server.start()
+    return one_server
 
 @pytest.fixture(scope="module")
 def browser():
@@ -263,31 +270,28 @@ def test_dark_on_a_phone_by_keyboard_without_motion_and_a_large_pool(server, vis
 
 
 @browsing
-def test_a_key_is_asked_for_and_a_dead_server_is_shown_and_found_again(folder, visit):
-    server = Server(folder, PAGEDLM_API_KEY="sesame").start()
-    try:
-        page = visit(server, live=False)
-        until(page, "!$('key').hidden && $('state').textContent === 'waits for the API key'")
-        page.fill("#key-value", "guess")
-        page.keyboard.press("Enter")
-        until(page, "$('key-error').textContent === 'The server does not take this key.'")
-        page.fill("#key-value", "sesame")
-        page.keyboard.press("Enter")
-        until(page, "$('key').hidden && $('state').textContent === 'live' && pool.numBlocks === 64")
-        assert [f for f in page.faults if "401" not in f] == []          # which Chromium itself reports
-        page.fill("#max-tokens", "900")
-        page.fill("#question", "Where does an owl live?")
-        page.keyboard.press("Enter")
-        until(page, "document.querySelector('.answer p')?.textContent")
-        server.kill()
-        until(page, "$('state').className.includes('broken') && /next try in/.test($('state').textContent)")
-        until(page, "!answering && /broke|cannot be reached/.test(document.querySelector('.turn .bad').textContent)")
-        page.fill("#question", "Are you there?")
-        page.click("#send")
-        until(page, "document.querySelector('.turn:last-child .bad')?.textContent === 'The server cannot be reached.'")
-        server.start()
-        until(page, "$('state').textContent === 'live' && pool.stats.used_blocks === 0")
-        page.fill("#max-tokens", "5")
-        page.click("#send")                                              # the question came back, and goes now
-        until(page, "!answering && talk.at(-1).question === 'Are you there?'")
-    finally: server.kill()
+def test_a_dead_server_is_shown_and_found_again_and_then_it_wants_a_key(server, visit):
+    page = visit(server)
+    assert page.is_hidden("#key") and page.faults == []
+    page.fill("#max-tokens", "900")
+    page.fill("#question", "Where does an owl live?")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('.answer p')?.textContent")
+    server.kill()
+    until(page, "$('state').className.includes('broken') && /next try in/.test($('state').textContent)")
+    until(page, "!answering && /broke|cannot be reached/.test(document.querySelector('.turn .bad').textContent)")
+    page.fill("#question", "Are you there?")
+    page.click("#send")
+    until(page, "document.querySelector('.turn:last-child .bad')?.textContent === 'The server cannot be reached.'")
+    page.faults.clear()                                                  # Chromium itself reports what it cannot load
+    server.start("sesame")
+    until(page, "!$('key').hidden && $('state').textContent === 'waits for the API key'")
+    for key, words in (("guess", "The server does not take this key."), ("sesame", "")):
+        page.fill("#key-value", key)
+        page.locator("#key-value").press("Enter")
+        until(page, f"$('key-error').textContent === '{words}' && ('{words}' || $('key').hidden)")
+    until(page, "$('state').textContent === 'live' && pool.numBlocks === 64 && pool.stats.used_blocks === 0")
+    page.fill("#max-tokens", "5")
+    page.click("#send")                                                  # the question came back, and goes now
+    until(page, "!answering && talk.at(-1).question === 'Are you there?'")
+    assert [f for f in page.faults if "401" not in f and "ERR_CONNECTION" not in f] == []
