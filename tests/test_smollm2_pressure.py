@@ -6,17 +6,13 @@ from pathlib import Path
 import pytest
 
 from pagedlm import Engine, SamplingParams
-from pagedlm.models import load_model, load_tokenizer
+from pagedlm.models import load_tokenizer
 from pagedlm.swapping import SwapCosts
 
 WORKLOAD = json.loads((Path(__file__).parent / "data" / "workload.json").read_text())["requests"]
 TEXTS = ["The capital of France is", "Once upon a time there was", "Water boils at", "def add(a, b):\n    return", "My favourite colour is",
          "In 1969, the first", "To be or not", "Roses are red,"]
 SIZE, POOL = 4, 38          # tokens in a block; blocks
-
-
-@pytest.fixture(scope="module")
-def model(): return load_model("smollm2", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +57,8 @@ def serve(engine, load):
 
 
 @pytest.fixture(scope="module")
-def calm(model, tokenizer, load):
-    engine = Engine(model, tokenizer=tokenizer, num_blocks=1024, block_size=SIZE, max_num_seqs=128, enable_prefix_caching=False)
+def calm(smollm2, tokenizer, load):
+    engine = Engine(smollm2, tokenizer=tokenizer, num_blocks=1024, block_size=SIZE, max_num_seqs=128, enable_prefix_caching=False)
     done, _ = serve(engine, load)
     assert engine.stats().preemptions == 0
     return done, engine.stats()
@@ -114,9 +110,9 @@ def same(out, want):
 
 
 @pytest.mark.parametrize("mode, caching", [("recompute", False), ("swap", True), ("auto", True)])
-def test_32_requests_answer_as_without_pressure(model, tokenizer, load, calm, mode, caching):
+def test_32_requests_answer_as_without_pressure(smollm2, tokenizer, load, calm, mode, caching):
     "At least 20 preemptions; on the host is room for all that wait there; auto (by costs that are close) goes both ways."
-    engine = Engine(model, tokenizer=tokenizer, num_blocks=POOL, block_size=SIZE, preemption=mode, watermark=0.0,
+    engine = Engine(smollm2, tokenizer=tokenizer, num_blocks=POOL, block_size=SIZE, preemption=mode, watermark=0.0,
                     num_host_blocks=None if mode == "recompute" else 2 * POOL, enable_prefix_caching=caching, max_num_batched_tokens=64)
     if mode == "auto": engine.scheduler.costs = SwapCosts(1, 1, 1, 0.85 * SIZE / 2)     # a block moves while 0.85 of its tokens are computed
     done, most = serve(engine, load)
