@@ -527,3 +527,47 @@ def test_throughput_passes_on_how_to_give_way(monkeypatch, short_workload, ask, 
     assert main(["bench", "throughput", "--workload", str(short_workload), "--json", *flags]) == 0
     out = json.loads(capsys.readouterr().out)
     assert asked == [ask] and out["preemptions"] == 5 and {k: out[k] for k in ask} == ask and ("preemption" in out) == bool(ask)
+
+
+# --- the server
+
+def test_server_record_of_a_tiny_model(tmp_path):
+    from tiny_server import save_tiny
+    out = tmp_path / "server.jsonl"
+    out.write_text('{"earlier": true}\n')
+    args = ["--model", str(save_tiny(tmp_path / "tiny")), "--streams", "3", "--max-tokens", "6", "--rounds", "2", "--threads", "1"]
+    threads = torch.get_num_threads()
+    try: assert main(["bench", "server", *args, "--out", str(out)]) == 0
+    finally: torch.set_num_threads(threads)
+    earlier, r = map(json.loads, out.read_text().splitlines())
+    assert earlier == {"earlier": True} and r["bench"] == "server"
+    assert (r["streams"], r["max_tokens"], r["rounds"], r["threads"], r["same_texts"], r["texts"]) == (3, 6, 2, 1, 6, 6)
+    for key in ("offline_tok_s", "http_tok_s", "percent", "offline_cpu_us", "server_cpu_us", "client_cpu_us", "ttft_ms", "tpot_ms"):
+        assert 0 < r[key]["p10"] <= r[key]["median"] <= r[key]["p90"]
+    assert r["loop_cpu_us"]["median"] < r["server_cpu_us"]["median"] and 0 < r["client_percent_of_cores"]["median"] < 100
+
+
+def test_an_answer_is_read_after_the_clock():
+    reply = types.SimpleNamespace(parts=[b'HTTP/1.1 200 OK\r\nx: y\r\n\r\ne\r\ndata: {"a": ', b'1}\r\n2\r\n\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'])
+    assert bench.Reply.events(reply) == [{"a": 1}]
+    for broken in ([b"HTTP/1.1 429 Too Many\r\n\r\n{}"], [b'HTTP/1.1 200 OK\r\n\r\nf\r\ndata: {"a": 1}\n\r\n0\r\n\r\n'], []):
+        with pytest.raises(RuntimeError, match="the server answered"): bench.Reply.events(types.SimpleNamespace(parts=broken))
+
+
+def test_what_http_costs_by_hand():
+    def way(s, **more): return {"s": s, "cpu": s, "texts": ["a", "b"], **more}
+    http = dict(loop=.1, client=.01, events=11, ttft=[.1, .3], tpot=[.02, .02])
+    r = bench.server_numbers([{"offline": way(.9), "http": way(1.0, **http)}, {"offline": way(.8), "http": way(1.0, **http) | {"texts": ["a", "c"]}}], 10)
+    assert r["percent"] == {"median": 85, "p10": 80, "p90": 90} and r["http_tok_s"]["median"] == 10
+    assert (r["loop_cpu_us"]["median"], r["client_cpu_us"]["median"], r["ttft_ms"]["p90"]) == (10_000, 1000, 300)
+    assert (r["same_texts"], r["texts"], r["events_per_token"]) == (3, 4, 1.1)
+
+
+def test_a_stream_of_another_length_is_no_result():
+    reply = types.SimpleNamespace(events=lambda: [{"choices": [{"text": "a"}]}, {"choices": [], "usage": {"completion_tokens": 1}}])
+    with pytest.raises(RuntimeError, match="a stream got 1 tokens, not 2"): bench.client_view([reply], 0, 2)
+
+
+def test_a_server_that_does_not_start_is_said(tmp_path):
+    with pytest.raises(RuntimeError, match="the server ended: .*no-such"), bench.server_process(str(tmp_path / "no-such"), threads=1): pass
+    with pytest.raises(ValueError, match="max_tokens must be 2 or more"): bench.server_record(max_tokens=1)
