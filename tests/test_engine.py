@@ -69,9 +69,8 @@ def test_the_fixture_sees_the_cache(model, solo):
     assert ids(drain(engine)) != [solo[4]]
 
 
-@pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("budget", [1, 15, 17, 512])
-@pytest.mark.parametrize("slots", [96, 1024])
+@pytest.mark.parametrize("slots, block_size, budget", [      # each pair of values
+    (96, 3, 1), (1024, 16, 1), (96, 16, 15), (1024, 3, 15), (96, 3, 17), (1024, 16, 17), (96, 16, 512), (1024, 3, 512)])
 def test_ids_equal_the_solo_run(model, solo, block_size, budget, slots):
     engine = Engine(model, block_size=block_size, num_blocks=-(-slots // block_size), max_num_batched_tokens=budget,
                     preemption="swap" if block_size == 3 else "recompute")

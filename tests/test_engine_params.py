@@ -260,11 +260,11 @@ def test_logprobs_are_raw(make, hf, kw):
 def proven(lines, ids, entries, k):
     "Each token's entry, first, and then the k best, with their ranks. lines `[tokens, VOCAB]`."
     assert len(lines) == len(ids) == len(entries)
-    for line, token, entry in zip(lines, ids, entries):
+    for line, token, entry in zip(lines.tolist(), ids, entries):
         best = [t for t in sorted(range(VOCAB), key=lambda t: -line[t])[:k]]
         assert list(entry) == list(dict.fromkeys([token, *best]))
         for t, p in entry.items():
-            assert p.logprob == pytest.approx(line[t].item(), abs=1e-4) and p.rank == 1 + int((line > line[t]).sum())
+            assert p.logprob == pytest.approx(line[t], abs=1e-4) and p.rank == 1 + sum(x > line[t] for x in line)
 
 
 # Log-probabilities of prompts
@@ -274,8 +274,7 @@ def read(hf, ids, found, k):
     proven(hf(tuple(ids)).log_softmax(-1)[:len(found) - 1], ids[1:len(found)], found[1:], k)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("budget", [*range(1, SIZE + 2), 64])
+@pytest.mark.parametrize("budget, caching", [(1, False), (2, True), (3, False), (4, True), (5, False), (5, True), (64, False), (64, True)])
 def test_prompt_logprobs_in_chunks(make, hf, defined, budget, caching):
     "As far as the prompt is computed, at each step; with hits for others, pins, samples, beams and nothing to generate."
     ids = prompt(18)
@@ -312,7 +311,7 @@ def test_prompt_logprobs_change_no_answer(make):
     for count in ("prompt_tokens", "generation_tokens"): assert getattr(plain.stats(), count) == getattr(engine.stats(), count)
 
 
-@pytest.mark.parametrize("mode, budget, caching", [("recompute", 3, True), ("recompute", 7, False), ("recompute", 7, True), ("recompute", 64, True),
+@pytest.mark.parametrize("mode, budget, caching", [("recompute", 3, True), ("recompute", 7, False), ("recompute", 64, True),
                                                    ("swap", 3, False), ("swap", 7, True), ("swap", 64, False)])
 def test_prompt_logprobs_survive_preemptions(make, hf, defined, mode, budget, caching):
     "SC-7: prompts that gave way, some of them half computed, have their whole array, once."
