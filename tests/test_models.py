@@ -1,5 +1,7 @@
 "The models against Hugging Face's: logits, weights, refusals, and the registry's failures."
 import errno
+import filecmp
+import functools
 import json
 import subprocess
 import sys
@@ -24,7 +26,7 @@ BLOCK = 4
 
 
 def assert_logits(got, want):
-    "DESIGN.md's tolerance in float32"
+    "The tolerance in float32"
     error, scale = (got - want).abs().max().item(), max(1.0, want.abs().max().item())
     assert error <= 1e-4 * scale, f"{error} > 1e-4 * {scale}"
 
@@ -631,14 +633,8 @@ def test_pip_download(tmp_path, monkeypatch):
 
 # ---- the real one ------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def smollm2():
-    folder = resolve_model("smollm2")
-    return load_model("smollm2"), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def test_smollm2_logits_equal_hf(smollm2):
-    model, hf = smollm2
+def test_smollm2_logits_equal_hf(smollm2, smollm2_of_transformers):
+    model, hf = smollm2, smollm2_of_transformers
     tokenizer = load_tokenizer("smollm2")
     assert model.config.eos_token_ids == (2,) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
     chat = tokenizer.apply_chat_template([dict(role="user", content="Name three rivers.")], tokenize=False,
@@ -656,29 +652,34 @@ def test_smollm2_logits_equal_hf(smollm2):
     for name in prompts: assert_logits(torch.cat(got[name]), hf_logits(hf, ids[name][:-1]))
 
 
-def test_smollm2_bfloat16_agrees(smollm2):
+def test_smollm2_bfloat16_agrees(smollm2_of_transformers):
     "The same most likely token, but for near ties"
     ids = load_tokenizer("smollm2")("Water boils at one hundred degrees, and ice melts at zero.")["input_ids"]
-    exact = hf_logits(smollm2[1], ids)
+    exact = hf_logits(smollm2_of_transformers, ids)
     got = Paged(load_model("smollm2", dtype="bfloat16")).step({"a": ids})["a"]
     top = exact.topk(2).values
     sure = top[:, 0] - top[:, 1] > 0.5
     assert sure.sum() > 4 and torch.equal(got.argmax(-1)[sure], exact.argmax(-1)[sure])
 
 
-def test_smollm2_by_any_name_gives_the_same_ids(tmp_path, monkeypatch):
-    "As the .gguf file, converted afresh; as the folder that it became once; and through the registry"
+def test_smollm2_by_any_name_is_the_same(tmp_path, monkeypatch):
+    "As the .gguf file, converted afresh; as the folder that it becomes; and through the registry"
     from pagedlm import LLM, SamplingParams
-    folder, known, ids = resolve_model("smollm2"), models.MODELS["smollm2"], []
+    folder, known = resolve_model("smollm2"), models.MODELS["smollm2"]
     try: file = models.installed_gguf(known) or models.fetch_gguf(known, tmp_path)
     except RuntimeError as error: pytest.skip(str(error))
-    for name in ("smollm2", folder, file):
-        if name == file: monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path / "cache"))
-        with LLM(name, device="cpu", num_blocks=16) as llm:
-            outs = llm.generate(["The capital of France is", "Once upon a time"], SamplingParams(temperature=0, max_tokens=12))
-        ids.append([(o.prompt_token_ids, o.outputs[0].token_ids, o.outputs[0].text) for o in outs])
-    assert ids[0] == ids[1] == ids[2] and len(ids[0][1][1]) == 12
-    assert len(list((tmp_path / "cache").glob("*/model.safetensors"))) == 1
+    monkeypatch.setenv("PAGEDLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "read_gguf", functools.cache(models.read_gguf))     # it takes seconds
+    with LLM(file, device="cpu", num_blocks=16) as llm:
+        out = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))[0]
+    assert out.outputs[0].text.startswith(" Paris")
+    fresh, = (tmp_path / "cache").glob("*/model.safetensors")
+    assert models.resolve_model(fresh.parent) == fresh.parent and models.resolve_model(folder) == folder
+    names = {p.name for p in folder.iterdir()}
+    assert names == {p.name for p in fresh.parent.iterdir()}
+    for name in names - {"tokenizer_config.json"}: assert filecmp.cmp(folder / name, fresh.parent / name, shallow=False), name
+    a, b = (json.loads((f / "tokenizer_config.json").read_text()) for f in (folder, fresh.parent))
+    assert a | {"local_files_only": None} == b | {"local_files_only": None}       # it was read with a hub in reach, or without
 
 
 @pytest.mark.parametrize("file, content, message", [
