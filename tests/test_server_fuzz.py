@@ -160,7 +160,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 
 
 @pytest.mark.parametrize("data", [
-    b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200 + b"\r\n\r\n",
+    b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200 + b"\r\n\r\n",
     b"GET /" + b"a" * 300_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 50_000 + b"\r\n",
     HEAD + b"Content-Length: -5\r\n\r\n", HEAD + b"Content-Length: 5x\r\n\r\n12345", HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n12",
     HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", HEAD + b"Transfer-Encoding: gzip\r\n\r\n",

@@ -79,11 +79,11 @@ class TinyServer:
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as s:
             try: s.sendall(data)
             except ConnectionError: pass
-            if half_close: s.shutdown(socket.SHUT_WR)
             parts = []
             try:
+                if half_close: s.shutdown(socket.SHUT_WR)
                 while part := s.recv(65536): parts.append(part)
-            except (ConnectionError, TimeoutError): pass
+            except OSError: pass                   # it closed before all was sent
             return b"".join(parts)
 
     def idle(self) -> bool:
