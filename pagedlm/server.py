@@ -268,7 +268,7 @@ class BoundedRequest(Request):
     "A request whose body has a bounded size, depth and time to arrive, and is JSON."
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            if "json" not in self.headers.get("content-type", ""):
+            if "json" not in self.headers.get("content-type", "").lower():
                 raise ApiError(400, "the body must be JSON, with the header Content-Type: application/json")
             try:
                 async with asyncio.timeout(BODY_TIMEOUT): self._body = await self.read()

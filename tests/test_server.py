@@ -721,7 +721,7 @@ def test_messages_that_are_not_text_are_refused_by_name(tiny):
 
 WRONG = dict(max_tokens=[-1, 1.5, "3", True], n=[0, -1, "2", 1000, 10**30], temperature=[-0.1, 2.1, "hot"], top_p=[0, 1.1, -1], top_k=[-2, 1.5], min_p=[-0.1, 2],
              frequency_penalty=[2.1], presence_penalty=[-3], repetition_penalty=[0, -1], seed=["x", 1.5], stop=[3, [""], "", ["a", 1]], stop_token_ids=[[-1], [10**9], 5],
-             min_tokens=[-1, 5000], logit_bias=[{"x": 1}, {"5": "a"}, [1], {"99999": 1}, {"-1": 1}, {"00000000005": 1}], stream=["yes", 1], stream_options=[{"include_usage": True}, "x"],
+             min_tokens=[-1, 5000], logit_bias=[{"x": 1}, {"5": "a"}, [1], {"99999": 1}, {"-1": 1}], stream=["yes", 1], stream_options=[{"include_usage": True}, "x"],
              use_beam_search=["yes"], length_penalty=[11, 0.5], early_stopping=["always", True], prompt_logprobs=[-1, 21], ignore_eos=[1], model=[3], user=[3],
              cache_salt=[1], skip_special_tokens=["no"], include_stop_str_in_output=[0], best_of=[0, -1])
 
