@@ -168,10 +168,10 @@ COMPANY = {"a": (prompt(15, 1), greedy(30)), "b": (prompt(40, 2), samples(3, see
            "e": (prompt(33), samples(4, seed=8))}
 
 
-@pytest.mark.parametrize("slots, block_size, budget, caching", [
-    (176, 16, 17, True), (176, 16, 512, False), (176, 3, 17, False), (176, 1, 512, True), (120, 3, 4, True),
-    (2048, 3, 4, True), (2048, 16, 4, False), (2048, 16, 512, True)])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("slots, block_size, budget, caching, preemption", [
+    (176, 16, 17, True, "recompute"), (176, 16, 512, False, "swap"), (176, 3, 17, False, "recompute"), (176, 3, 17, False, "swap"),
+    (176, 1, 512, True, "swap"), (176, 1, 512, True, "recompute"), (120, 3, 4, True, "recompute"), (120, 3, 4, True, "swap"),
+    (2048, 3, 4, True, "recompute"), (2048, 16, 4, False, "swap"), (2048, 16, 512, True, "recompute")])
 def test_samples_do_not_depend_on_batch_chunks_blocks_or_preemption(model, alone, slots, block_size, budget, caching, preemption):
     engine = make(model, num_blocks=slots // block_size, block_size=block_size, max_num_batched_tokens=budget,
                   enable_prefix_caching=caching, preemption=preemption)
@@ -181,9 +181,8 @@ def test_samples_do_not_depend_on_batch_chunks_blocks_or_preemption(model, alone
     assert preemptions == 0 if slots == 2048 else preemptions >= (3 if budget > 4 else 1)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("length", [*LENGTHS, 16, 17, 1])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n, length, caching", [
+    (n, length, (i + j) % 2 == 0) for i, n in enumerate((2, 4)) for j, length in enumerate([*LENGTHS, 16, 17, 1])])
 def test_a_shared_last_block_is_copied_by_all_but_one(model, length, n, caching):
     engine = make(model, enable_prefix_caching=caching)
     out = serve(engine, {"0": (prompt(length), samples(n))})["0"]
@@ -258,12 +257,12 @@ def proven(hf, prompt, choice, num_top=0, tolerance=1e-4):
     "The reported log-probabilities and ranks are those of a plain forward; the total is their sum."
     want = forced(hf, prompt, choice.token_ids)
     assert len(choice.logprobs) == len(choice.token_ids) == len(want)
-    for line, token, entry in zip(want, choice.token_ids, choice.logprobs):
+    for line, token, entry in zip(want.tolist(), choice.token_ids, choice.logprobs):
         assert next(iter(entry)) == token and num_top <= len(entry) <= num_top + 1
         for t, p in entry.items():
-            assert p.logprob == pytest.approx(line[t].item(), abs=tolerance)
-            least = 1 + int((line > line[t] + tolerance).sum())
-            assert least <= p.rank <= int((line >= line[t] - tolerance).sum())
+            assert p.logprob == pytest.approx(line[t], abs=tolerance)
+            least = 1 + sum(x > line[t] + tolerance for x in line)
+            assert least <= p.rank <= sum(x >= line[t] - tolerance for x in line)
         if num_top: assert {p.rank for p in entry.values()} >= {*range(1, num_top + 1)}
     assert choice.cumulative_logprob == pytest.approx(sum(e[t].logprob for e, t in zip(choice.logprobs, choice.token_ids)), abs=1e-5)
     assert choice.cumulative_logprob == pytest.approx(want.gather(-1, torch.tensor(choice.token_ids)[:, None]).sum().item(),

@@ -525,7 +525,7 @@ def serve_asks(scheduler, made, bound, after_step=lambda: None):
     return runner
 
 
-@settings(max_examples=600, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(asks(), st.booleans())
 def test_anything_that_branches_equals_solo(drawn, caching):
     size, num_blocks, made, limits = drawn
@@ -538,7 +538,7 @@ def test_anything_that_branches_equals_solo(drawn, caching):
     serve_asks(scheduler, made, sum(a.width * (len(a.prompt) + a.max_tokens) for a, *_ in made), in_line)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(asks(), st.booleans())
 def test_any_victim_that_branches_equals_solo(drawn, caching):
     size, num_blocks, made, limits = drawn
