@@ -522,6 +522,8 @@ class Requests:
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
         if not isinstance(cache_salt, str | None): raise ValueError(f"cache_salt is a str or None, not {cache_salt!r}")
         params = self.prompts.check_params(params)
+        if params.width > (most := self.scheduler.max_num_seqs):       # greedy answers, which are all one sequence, too
+            raise ValueError(f"request {request_id!r} asks for {params.width} sequences: max_num_seqs is {most}")
         ids, width = self.prompts.encode(prompt), params.width if params.use_beam_search or not params.greedy else 1
         max_tokens = resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len)
         if params.max_tokens is None:                        # and not more than the pool can hold of all of them
