@@ -254,6 +254,8 @@ class ChatRequest(RequestFields):
         asked = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(asked) > 1: raise ValueError(f"max_tokens = {self.max_tokens} and max_completion_tokens = {self.max_completion_tokens} "
                                             "are the same thing: give one of them")
+        if (self.max_completion_tokens or 0) < 0:
+            raise ValueError(f"max_completion_tokens must be an integer of at least 0, not {self.max_completion_tokens}")
         if self.top_logprobs is not None and not self.logprobs: raise ValueError("top_logprobs needs logprobs to be true")
         top = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
         return sampling_params(self, max_tokens=asked.pop() if asked else None, **top)

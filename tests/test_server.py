@@ -762,7 +762,7 @@ def test_bodies_that_are_not_what_they_should_be(tiny):
         for type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None):
             assert "application/json" in error_of(post(good, type), 400)
         for type in ("application/json; charset=utf-8", "Application/JSON"): assert post(good, type).status_code == 200
-        for depth in (MAX_DEPTH + 2, 100_000):
+        for depth in (MAX_DEPTH + 2, 50_000):
             for wrap in (b"[%s]", b'{"a":%s}'):
                 start, end = wrap.split(b"%s")
                 content = b'{"prompt": "x", "messages": [], "user": ' + start * depth + b"1" + end * depth + b"}"
