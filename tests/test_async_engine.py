@@ -127,10 +127,10 @@ async def to_stage(stage, engine, pace, status, seq):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", ["waiting", "prefill", "decoding"])
+@pytest.mark.parametrize("stage", ["waiting", "prefill", "decoding", "swapped", "finished"])
 def test_who_is_cancelled_is_forgotten_in_two_steps_and_others_do_not_notice(model, alone, stage, kind):
     params, other = KINDS[kind], (prompt(40, 3), greedy(70))
-    sizes = {"waiting": dict(max_num_seqs=params.width), "swapped": dict(num_blocks=40, num_host_blocks=60)}.get(stage, {})
+    sizes = {"waiting": dict(max_num_seqs=params.width), "swapped": dict(num_blocks={"one": 29, "four": 40, "beams": 33}[kind], num_host_blocks=60)}.get(stage, {})
 
     async def main():
         async with make(model, max_num_batched_tokens=16, **sizes) as engine:
@@ -330,6 +330,35 @@ def quick(monkeypatch): monkeypatch.setattr(async_engine, "POLL_S", .02)
 
 
 class Boom(BaseException): pass
+
+
+def test_a_step_that_raises_is_told_to_all(model, quick, caplog):
+    async def main():
+        engine = make(model, num_blocks=512)
+        readers = [asyncio.create_task(read(engine.generate(prompt(9 + i), params)))
+                   for i, params in enumerate((greedy(240), samples(4, 240, logprobs=None), beams(3, max_tokens=240)))]
+        watching = asyncio.create_task(read(engine.watch()))
+        await until(lambda: len(engine.streams) == 3 and engine.watchers)
+        pace = Paced(engine)
+        await until(lambda: pace.at_gate)
+        calling = asyncio.create_task(engine.call(lambda inner: 1))
+        await asyncio.sleep(0)
+        def fails(): raise Boom("no more")
+        pace.step = fails
+        pace.gate.release()
+        for task in [*readers, watching]:
+            with pytest.raises(EngineDead, match="Boom: no more"): await task
+        with pytest.raises(EngineDead): await calling
+        with pytest.raises(EngineDead): await engine.submit([prompt(5)], greedy(2))
+        with pytest.raises(EngineDead): await anext(engine.generate(prompt(5), greedy(2)))
+        with pytest.raises(EngineDead): await anext(engine.watch())
+        assert "Boom" in engine.problem()
+        await engine.drain()                              # returns: there is nothing to wait for
+        engine.close()
+        engine.close()
+        assert not engine.thread.is_alive() and engine.engine.runner is None        # the memory is given back all the same
+    go(main)
+    assert "the engine has stopped" in caplog.text
 
 
 def test_a_step_that_hangs_is_told_to_all_and_may_come_back(model, alone, quick):
