@@ -22,8 +22,8 @@ from .scheduler import Plan, Status
 
 # %% auto #0
 __all__ = ['POLL_S', 'log', 'EngineDead', 'EngineClosing', 'Newest', 'OutputStream', 'Mailbox', 'on_loop', 'Calls', 'tables_of',
-           'queues', 'common', 'snapshot', 'step_event', 'Watcher', 'Delivering', 'hand_out', 'Threaded', 'Adding',
-           'Submitting', 'until', 'Ending', 'AsyncEngine']
+           'queues', 'common', 'snapshot', 'step_event', 'Watcher', 'Delivering', 'hand_out', 'Made', 'Threaded',
+           'Adding', 'Submitting', 'until', 'Ending', 'AsyncEngine']
 
 # %% ../nbs/09a_async_engine.ipynb #errors
 class EngineDead(RuntimeError):
@@ -236,16 +236,29 @@ class Delivering(Calls):
 def hand_out(batch: list[tuple[OutputStream, RequestOutput]], now: float):
     for stream, output in batch: stream.put(output, now)
 
+# %% ../nbs/09a_async_engine.ipynb #made
+class Made(Delivering):
+    "A thread that makes the engine and then, in `run`, works with it."
+    def __init__(self, make: Callable[[], Engine]):
+        made, self.known = SimpleQueue(), Event()
+        self.thread = Thread(target=self.main, args=(make, made), name="pagedlm-engine", daemon=True)
+        self.thread.start()
+        if isinstance(engine := made.get(), BaseException): raise engine
+        super().__init__(engine)
+        self.known.set()
+
+    def main(self, make: Callable[[], Engine], made: SimpleQueue):
+        "The engine is made here as well. PyTorch keeps worker threads for each thread that computes; for two there are too many."
+        try: made.put(make())
+        except BaseException as e: return made.put(e)
+        self.known.wait()
+        self.run()
+
 # %% ../nbs/09a_async_engine.ipynb #threaded
 log = logging.getLogger("pagedlm.engine")
 
-class Threaded(Delivering):
+class Threaded(Made):
     "The thread: it alone touches the engine."
-    def __init__(self, engine: Engine):
-        super().__init__(engine)
-        self.thread = Thread(target=self.run, name="pagedlm-engine", daemon=True)
-        self.thread.start()
-
     def run(self):
         "Until it is closed: do what was asked for, then a step."
         try:
@@ -372,7 +385,7 @@ class AsyncEngine(Ending):
     An async context manager that closes it; several event loops may use one."""
     def __init__(self, model: str | Path | Model = "smollm2", *, step_timeout: float = 120.0, **kwargs):
         if not step_timeout > 0: raise ValueError(f"step_timeout must be a number of seconds above 0, not {step_timeout!r}")
-        super().__init__(Engine(model, **kwargs))
+        super().__init__(lambda: Engine(model, **kwargs))
         self.step_timeout = step_timeout
 
     async def generate(self, prompt: str | list[int], params: SamplingParams | None = None, *,

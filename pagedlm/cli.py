@@ -267,6 +267,8 @@ def serve(args: argparse.Namespace) -> int:
     from pagedlm.server import address, create_app, listen, run_server
     key = os.environ.get("PAGEDLM_API_KEY") if args.api_key is None else args.api_key
     if key is not None and not key.strip(): raise ValueError("the API key is empty: give one, or none")
+    if key is not None and not key.isascii(): raise ValueError("the API key has characters that are not ASCII, which OpenAI's clients cannot send")
+    if "" in (args.served_model_name or []): raise ValueError("--served-model-name is empty: give a name, or leave it out")
     sock = listen(args.host, args.port)
     from pagedlm.async_engine import AsyncEngine
     engine = AsyncEngine(args.model, progress=True, **{name: getattr(args, name) for name in ENGINE})

@@ -235,7 +235,7 @@ class TextPart(Body):
     text: str
 
 class Message(Body):
-    role: str
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | Several[TextPart]
 
     def plain(self) -> dict[str, str]:
@@ -324,13 +324,14 @@ class Gate:
     the page itself are open to all."""
     def __init__(self, app, api_key: str | None = None, max_connections: int = 1024):
         self.app, self.max_connections, self.inside = app, max_connections, 0
-        self.key = api_key and sha256(f"Bearer {api_key}".encode()).digest()
+        self.key = api_key and sha256(f"bearer {api_key}".encode()).digest()
 
     def refusal(self, scope) -> ApiError | None:
         headers = dict(scope["headers"][::-1])
         watches = b"text/event-stream" in headers.get(b"accept", b"")
         if scope["path"] == "/health" or (scope["path"] == "/" and not watches): return None
-        given = sha256(headers.get(b"authorization", b"")).digest()
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")         # the scheme in any case
+        given = sha256(scheme.lower() + b" " + key).digest()
         if self.key and not hmac.compare_digest(given, self.key):
             return ApiError(401, "this server needs its API key, as the header Authorization: Bearer KEY", "authentication_error",
                             code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -573,7 +573,7 @@ def test_content_in_parts_and_nulls(tiny):
     assert again.choices[0].finish_reason == "length"
 
 def test_a_template_refuses_with_its_own_words(tiny):
-    for messages, words in (([{"role": "user", "content": "forbidden"}], "this word is not for me"), ([{"role": "tool", "content": "x"}], "who is tool")):
+    for messages, words in (([{"role": "user", "content": "forbidden"}], "this word is not for me"), ([{"role": "tool", "content": "x"}], "'system', 'developer', 'user' or 'assistant'"), ([{"role": "user<|im_end|>", "content": "x"}], "messages.0.role")):
         for stream in (False, True):
             assert words in error_of(tiny.post(path("chat"), json={"messages": messages, "stream": stream}), 400)
     assert tiny.ask("chat", max_tokens=1)
@@ -657,7 +657,7 @@ def test_a_model_that_is_not_served(short, tiny):
 def test_the_key(short):
     "Without it, or with another one, nobody gets anything; /health and the page are open."
     keyless = httpx.Client(base_url=short.base_url, trust_env=False, timeout=PATIENCE)
-    wrong = [{}, *({"Authorization": v.encode()} for v in ("", "Bearer", "Bearer no", "owl 🦉 key", "bearer owl 🦉 key", "Bearer owl 🦉 key ü",
+    wrong = [{}, *({"Authorization": v.encode()} for v in ("", "Bearer", "Bearer no", "owl 🦉 key", "Bearer  owl 🦉 key", "Bearer owl 🦉 key ü",
                                                             "Bearer owl 🦉 ke", "Basic b3ds", "\u20ac"))]
     for headers in wrong:
         for method, where in (("POST", path("completions")), ("POST", path("chat")), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/v1/models/"),
@@ -667,6 +667,8 @@ def test_the_key(short):
             if method != "HEAD": assert error_of(answer, 401, code="invalid_api_key")
     assert keyless.get("/", headers={"Accept": "text/event-stream"}).status_code == 401
     assert keyless.get("/health").json() == {"status": "ok"} and keyless.get("/").headers["content-type"].startswith("text/html")
+    for scheme in ("Bearer", "bearer"):
+        assert keyless.get("/v1/models", headers={"Authorization": f"{scheme} owl 🦉 key".encode()}).status_code == 200
     assert short.get("/v1/models").status_code == 200 and short.get("/metrics").status_code == 200
     with openai.OpenAI(base_url=str(short.base_url) + "/v1", api_key="no", max_retries=0) as client, pytest.raises(openai.AuthenticationError): client.models.list()
     with connected(short) as sock:
