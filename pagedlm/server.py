@@ -30,6 +30,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .async_engine import AsyncEngine, EngineClosing, EngineDead, OutputStream
 from .engine import CompletionOutput, RequestOutput
@@ -39,15 +41,15 @@ from .text import Detokenizer
 
 # %% auto #0
 __all__ = ['KINDS', 'STREAMED', 'NEUTRAL', 'Ids', 'OWN', 'FIELDS', 'Item', 'Several', 'MAX_BODY', 'MAX_DEPTH', 'MAX_MARKS',
-           'BODY_TIMEOUT', 'LOWEST', 'PLAIN', 'OTHER', 'BYTES', 'log', 'SECONDS', 'POLICY', 'listen', 'address',
-           'ApiError', 'as_error', 'field_name', 'invalid', 'unsupported', 'Problem', 'Failure', 'Body',
-           'StreamOptions', 'few', 'SamplingFields', 'RequestFields', 'sampling_params', 'CompletionRequest',
+           'BODY_TIMEOUT', 'READER_S', 'HEAD_S', 'LOWEST', 'PLAIN', 'OTHER', 'BYTES', 'log', 'SECONDS', 'POLICY',
+           'listen', 'address', 'ApiError', 'as_error', 'field_name', 'invalid', 'unsupported', 'Problem', 'Failure',
+           'Body', 'StreamOptions', 'few', 'SamplingFields', 'RequestFields', 'sampling_params', 'CompletionRequest',
            'TextPart', 'Message', 'ChatRequest', 'BoundedRequest', 'no_number', 'too_deep', 'check_depth',
-           'BoundedRoute', 'Gate', 'Job', 'usage', 'Piece', 'Cursor', 'token_text', 'token_bytes', 'number',
-           'completion_logprobs', 'chat_logprobs', 'Places', 'CompletionJob', 'prompt_entries', 'ChatJob', 'check',
-           'last', 'merged', 'answer', 'chunks', 'event', 'events', 'EventStream', 'ClientGone', 'unless_gone',
-           'Metrics', 'gauges', 'counters', 'read_page', 'pool_events', 'Handlers', 'Responding', 'create_app',
-           'run_server']
+           'BoundedRoute', 'Gate', 'Unread', 'patiently', 'PatientProtocol', 'Job', 'usage', 'Piece', 'Cursor',
+           'token_text', 'token_bytes', 'number', 'completion_logprobs', 'chat_logprobs', 'Places', 'CompletionJob',
+           'prompt_entries', 'ChatJob', 'check', 'last', 'merged', 'answer', 'chunks', 'event', 'events', 'EventStream',
+           'ClientGone', 'unless_gone', 'Metrics', 'gauges', 'counters', 'read_page', 'pool_events', 'Handlers',
+           'Responding', 'create_app', 'run_server']
 
 # %% ../nbs/11_server.ipynb #listen
 def listen(host: str, port: int) -> socket.socket:
@@ -343,8 +345,38 @@ class Gate:
         if scope["type"] != "http": return await self.app(scope, receive, send)
         if error := self.refusal(scope): return await error.response()(scope, receive, send)
         self.inside += 1
-        try: await self.app(scope, receive, send)
+        try: await self.app(scope, receive, patiently(send))
+        except (Unread, ClientDisconnect): log.info("a client has stopped reading, or gone")
         finally: self.inside -= 1
+
+# %% ../nbs/11_server.ipynb #patience
+READER_S, HEAD_S = 60.0, 30.0        # seconds for a client to read on, and to begin a request
+
+class Unread(OSError):
+    "A client has not read for so long that nobody waits for it any more."
+
+def patiently(send):
+    "`send`, which waits `READER_S` for a client that does not read."
+    async def patient(message):
+        try:
+            async with asyncio.timeout(READER_S): await send(message)
+        except TimeoutError: raise Unread(f"nothing was read for {READER_S:g} s") from None
+    return patient
+
+class PatientProtocol(H11Protocol):
+    "HTTP/1.1 as uvicorn speaks it; connections on which no request begins for `HEAD_S` are closed."
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.last, self.timer = None, self.loop.call_later(HEAD_S, self.look)
+
+    def look(self):
+        if self.transport.is_closing(): return self.transport.abort()          # not even what is left is read
+        if (self.cycle is None or self.cycle.response_complete) and self.cycle is self.last: return self.transport.close()
+        self.last, self.timer = self.cycle, self.loop.call_later(HEAD_S, self.look)
+
+    def connection_lost(self, error):
+        self.timer.cancel()
+        super().connection_lost(error)
 
 # %% ../nbs/11_server.ipynb #job
 @dataclass
@@ -797,7 +829,7 @@ def create_app(engine: AsyncEngine, names: list[str], api_key: str | None = None
 async def run_server(engine: AsyncEngine, app: FastAPI, sock: socket.socket, shutdown_timeout: float = 15.0, log_level: str = "warning"):
     """Serve until SIGTERM or SIGINT. Then nobody new is let in, requests have `shutdown_timeout` seconds to end, and those
     that are left are aborted and told so; a second signal does not wait."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level, lifespan="off", server_header=False, timeout_keep_alive=30,
+    server = uvicorn.Server(uvicorn.Config(app, log_level=log_level, lifespan="off", server_header=False, timeout_keep_alive=30, http=PatientProtocol,
                                            timeout_graceful_shutdown=int(shutdown_timeout) + 10))
     server.capture_signals = nullcontext       # uvicorn would end the process by the signal; we end it with 0
     loop, ending = asyncio.get_running_loop(), []

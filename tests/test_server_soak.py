@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import random
+import socket
 import threading
 from collections import Counter
 
@@ -12,6 +13,8 @@ import psutil
 import pytest
 
 from tiny_server import TinyServer, save_tiny, wait_for
+
+import pagedlm.server as server_module
 
 NUMBER = int(os.environ.get("SOAK_REQUESTS", 240))
 KINDS = [{"temperature": 0}, {"temperature": 0, "logprobs": 2}, {"n": 3, "seed": 7}, {"best_of": 3, "seed": 1}, {"use_beam_search": True, "best_of": 3, "temperature": 0},
@@ -127,3 +130,56 @@ def test_soak(tmp_path, preemption):
         assert after[0] - before[0] < 96 and after[1] <= before[1] + 2 and after[2] <= before[2] + 4 and after[3] <= before[3] + 3000, (before, after)
         assert not [r for r in server.records if r.exc_info or r.levelname == "ERROR"]
         print(f"{preemption}: {dict(ends)}, MiB, threads, fds, objects {before} {after}, preemptions {stats.preemptions}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with TinyServer(save_tiny(tmp_path_factory.mktemp("model"))) as s:
+        yield s
+        assert not [r for r in s.records if r.exc_info]
+
+
+def closed(sock):
+    "Whether the server closes a connection within a minute."
+    sock.settimeout(60)
+    try: return sock.recv(1) == b""
+    except ConnectionError: return True
+
+
+def test_who_begins_no_request_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(server_module, "HEAD_S", 0.3)
+    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"):
+        with socket.create_connection(("127.0.0.1", server.port)) as s:
+            s.sendall(sent)
+            if b"\r\n\r\n" in sent:
+                answer = b""
+                while b"ok" not in answer: answer += s.recv(1000)
+            assert closed(s)
+    body = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+    monkeypatch.setattr(server_module, "HEAD_S", 0.02)
+    assert server.post("/v1/completions", body)[0] == 200            # an answer may take longer than that
+    monkeypatch.undo()
+    assert server.ask()[0] == 200
+
+
+def test_who_does_not_read_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(server_module, "READER_S", 0.3)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    body = json.dumps({"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "logprobs": 5, "n": 2, "stream": True}).encode()
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        s.connect(("127.0.0.1", server.port))
+        s.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        gate = server.app.middleware_stack
+        while not isinstance(gate, server_module.Gate): gate = gate.app
+        wait_for(lambda: gate.inside == 1)
+        wait_for(lambda: gate.inside == 0)                          # without a byte that was read
+        wait_for(server.idle)
+
+
+def test_many_connections(server):
+    "Hundreds that only wait do not keep others out."
+    waiting = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(400)]
+    try: assert server.ask()[0] == 200 and server.post("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
+    finally:
+        for s in waiting: s.close()

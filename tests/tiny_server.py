@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pagedlm.async_engine import AsyncEngine
-from pagedlm.server import address, create_app, listen
+from pagedlm.server import PatientProtocol, address, create_app, listen
 
 TEMPLATE = ("{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
             "{{ raise_exception('unknown role') }}{% endif %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}<s>")
@@ -42,7 +42,7 @@ class TinyServer:
         self.app = create_app(self.engine, list(names), api_key)
         self.socket, self.records = listen("127.0.0.1", 0), []
         self.port, self.url = self.socket.getsockname()[1], address(self.socket)
-        self.server = uvicorn.Server(uvicorn.Config(self.app, lifespan="off", log_config=None, access_log=False,
+        self.server = uvicorn.Server(uvicorn.Config(self.app, lifespan="off", log_config=None, access_log=False, http=PatientProtocol,
                                                     timeout_graceful_shutdown=5))
         self.handler = logging.Handler(logging.WARNING)
         self.handler.emit = self.records.append
