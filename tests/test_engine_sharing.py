@@ -1005,7 +1005,7 @@ def test_exactly_the_pool_is_served(model, alone, params, length):
     width, last = 1 if params.greedy else params.width, -(-(length + params.max_tokens - 1) // 16)
     need = length // 16 + width * (last - length // 16)
     same(serve(make(model, num_blocks=need), {"0": (prompt(length), params)})["0"], alone(prompt(length), params))
-    with pytest.raises(ValueError, match="never be served|max_model_len"):
+    with pytest.raises(ValueError, match="never be served|max_model_len|max_num_seqs"):
         make(model, num_blocks=need - 1).add_request("0", prompt(length), params)
 
 
