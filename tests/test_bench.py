@@ -1,6 +1,7 @@
 "The benchmarks of the kernels and of the scheduler: records, counts, clocks, checks, and what they do without a GPU or a peer."
 import collections
 import gc
+import gc
 import json
 import subprocess
 import sys
@@ -416,9 +417,12 @@ def calls_of(load):
         if event == "call": seen[frame.f_code.co_name] += 1
         if event == "c_call": seen[arg.__name__] += 1
     def watched(f, *args):
+        gc.disable()                               # others may be called back when garbage is collected
         sys.setprofile(note)
         try: return f(*args)
-        finally: sys.setprofile(None)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
     plan = watched(load.scheduler.schedule)
     watched(load.scheduler.update, plan, bench.some_tokens(load, plan))
     return seen
