@@ -1,7 +1,6 @@
 "The benchmarks of the kernels and of the scheduler: records, counts, clocks, checks, and what they do without a GPU or a peer."
 import collections
 import gc
-import gc
 import json
 import subprocess
 import sys
