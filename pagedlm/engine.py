@@ -29,9 +29,10 @@ __all__ = ['LINK_BYTES_S', 'FLOPS_S', 'Tables', 'Runner', 'graph_sizes', 'record
            'resolve_max_model_len', 'cgroup_memory', 'available_memory', 'pool_size', 'host_pool_size', 'swap_costs',
            'check_text', 'Prompts', 'check_messages', 'resolve_max_tokens', 'tokens_at_most', 'CompletionOutput',
            'RequestOutput', 'Choice', 'Request', 'beam_output', 'EngineStats', 'Books', 'Requests', 'new_request',
-           'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Recordings', 'Prefixes', 'find_tokenizer', 'load',
-           'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token', 'note_prompts', 'next_tokens', 'draw',
-           'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served', 'LLM']
+           'check_number', 'Lifecycle', 'Closing', 'PinnedPrefix', 'Recording', 'Recordings', 'Prefixes',
+           'find_tokenizer', 'load', 'Stepping', 'Engine', 'run_plan', 'end_search', 'take_token', 'note_prompts',
+           'next_tokens', 'draw', 'note_logprobs', 'with_text', 'is_ids', 'as_batch', 'one_each', 'serve_all', 'Served',
+           'LLM']
 
 # %% ../nbs/09_engine.ipynb #runner
 class Tables:
@@ -522,8 +523,7 @@ class Requests:
         if request_id in self.requests: raise ValueError(f"request id {request_id!r} is in use")
         if not isinstance(cache_salt, str | None): raise ValueError(f"cache_salt is a str or None, not {cache_salt!r}")
         params = self.prompts.check_params(params)
-        if params.width > (most := self.scheduler.max_num_seqs):       # greedy answers, which are all one sequence, too
-            raise ValueError(f"request {request_id!r} asks for {params.width} sequences: max_num_seqs is {most}")
+        check_number(request_id, params.width, self.scheduler.max_num_seqs)
         ids, width = self.prompts.encode(prompt), params.width if params.use_beam_search or not params.greedy else 1
         max_tokens = resolve_max_tokens(params.max_tokens, len(ids), self.max_model_len)
         if params.max_tokens is None:                        # and not more than the pool can hold of all of them
@@ -559,6 +559,10 @@ def new_request(engine: Requests, prompt: str | None, seq: Sequence, params: Sam
         seen = Seen(seq.prompt) if params.penalizes else None
         choices.append(Choice(seq, params, eos_ids, stream, words, seen))
     return Request(prompt, seq, params, choices, None, tokenizer, prompt_logprobs)
+
+def check_number(request_id: str, number: int, most: int):
+    "ValueError if so many answers are too many; greedy ones, too, which are all one sequence."
+    if number > most: raise ValueError(f"request {request_id!r} asks for {number} sequences: max_num_seqs is {most}")
 
 # %% ../nbs/09_engine.ipynb #requests-end
 class Lifecycle(Requests):
